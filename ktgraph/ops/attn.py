@@ -1,0 +1,114 @@
+"""attn.*: causal attention of new tokens over their own sequence's cache rows."""
+
+from __future__ import annotations
+
+import torch
+
+from ktgraph.ops.registry import case, op
+from ktgraph.runtime.batch import Batch
+from ktgraph.runtime.state import State
+
+
+def attend_sequence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [t, H, A] over k [s, H, A], v [s, H, V] of one sequence; softmax in float32 or wider."""
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows = torch.arange(k.shape[0])
+    seen = rows[None] <= positions[:, None]
+    if window:
+        seen &= rows[None] > positions[:, None] - window
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    weights = wide.softmax(-1).to(q.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return torch.einsum("hts,shd->thd", weights, v)
+
+
+@op(
+    "attn.sdpa(q: f[..., H, A], kv: kv(f[C, G, A], f[C, G, V]), batch, sinks: f[H]?;"
+    " layer: int, scale: float, window: int = 0, softcap: float = 0.0) -> f[..., H, V]",
+    flops=lambda d: 2.0 * d.attend * d.H * (d.A + d.V),
+    reads=lambda d: d.nbytes(0) + 4.0 * d.S * d.G * (d.A + d.V),
+    cases=[case(T=1, S=63, H=4, G=2, A=16, V=16), case(T=7, S=130, H=6, G=3, A=64, V=64)],
+)
+def sdpa(
+    q: torch.Tensor,
+    kv: State,
+    batch: Batch,
+    sinks: torch.Tensor | None = None,
+    *,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Grouped-query attention over the cache; query head h reads key/value head h*G/H.
+
+    window > 0: a token sees itself and the window-1 rows before it.  softcap > 0:
+    scores are softcap*tanh(scores/softcap).  sinks: one extra score per head that carries no value.
+    """
+    flat = q.reshape(-1, *q.shape[-2:])
+    out: list[torch.Tensor] = []
+    for sequence in range(batch.sequences):
+        span, rows = batch.span(sequence), batch.rows(sequence)
+        share = flat.shape[1] // kv.parts[0].shape[2]
+        k = kv.read(0, layer, rows).to(q.dtype).repeat_interleave(share, dim=1)
+        v = kv.read(1, layer, rows).to(q.dtype).repeat_interleave(share, dim=1)
+        out.append(
+            attend_sequence(flat[span], k, v, batch.tok_pos[span], scale, window, softcap, sinks)
+        )
+    joined = torch.cat(out)
+    return joined.reshape(*q.shape[:-1], joined.shape[-1])
+
+
+@op(
+    "attn.sdpa_rows(q: f[..., H, A], k: f[...k, G, A], v: f[...k, G, V], batch, sinks: f[H]?;"
+    " scale: float, window: int = 0, softcap: float = 0.0) -> f[..., H, V]",
+    flops=lambda d: 2.0 * d.attend * d.H * (d.A + d.V),
+)
+def sdpa_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    sinks: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """attn.sdpa over explicit rows, as `kv.read` gives them: all sequences' rows in order.
+
+    Only traced modules hold it; canonicalize turns it into attention over the cache.
+    """
+    flat, keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    share = flat.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
+    out: list[torch.Tensor] = []
+    start = 0
+    for sequence in range(batch.sequences):
+        span, count = batch.span(sequence), int(batch.kv_len[sequence])
+        rows = slice(start, start + count)
+        start += count
+        positions = batch.tok_pos[span]
+        out.append(
+            attend_sequence(
+                flat[span], keys[rows], values[rows], positions, scale, window, softcap, sinks
+            )
+        )
+    joined = torch.cat(out)
+    return joined.reshape(*q.shape[:-1], joined.shape[-1])

@@ -1,0 +1,1 @@
+"""Weights: sources, encodings, recipes."""
