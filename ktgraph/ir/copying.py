@@ -63,7 +63,9 @@ def rebind_module(module: Module, dims: dict[str, int]) -> Module:
     unknown = sorted(set(dims) - set(module.dims))
     if unknown:
         known = ", ".join(sorted(module.dims))
-        raise ValueError(f"rebind: {', '.join(unknown)} is no dim of @{module.name} (dims: {known})")
+        raise ValueError(
+            f"rebind: {', '.join(unknown)} is no dim of @{module.name} (dims: {known})"
+        )
     copy = clone_module(module)
     copy.dims.update(dims)
     return copy

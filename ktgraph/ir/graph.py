@@ -337,7 +337,7 @@ class Module:
         return self.functions[name]
 
     def weight_of(self, ref: WeightRef) -> Weight:
-        """The declaration a reference means: an exact name first, else a family at a literal index."""
+        """The declaration a reference means; raises KeyError when there is none."""
         if ref.name in self.weights:
             return self.weights[ref.name]
         raise KeyError(f"{ref} is not declared")

@@ -1,4 +1,4 @@
-"""The reference interpreter: runs a module in any state of compilation on the ops' torch references.
+"""The reference interpreter: runs a module, at any stage, on the ops' torch references.
 
 It is slow and plain on purpose: what it computes is what the IR means.  Weights come from a
 provider, so the same module runs on a checkpoint or, rebound to a miniature, on random weights in
@@ -8,7 +8,7 @@ float64.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -32,7 +32,7 @@ class InterpError(RuntimeError):
 
 
 class Interpreter:
-    """Runs functions of one module; `dtype` overrides every float type (torch.float64 to validate)."""
+    """Runs functions of a module; `dtype` overrides every float type (float64 to validate)."""
 
     def __init__(
         self, module: Module, weights: WeightProvider, dtype: torch.dtype | None = None
@@ -115,7 +115,7 @@ class Interpreter:
             found = definition.reference(*operands, **attrs)
         except Exception as error:
             raise InterpError(f"{type(error).__name__}: {error}\n  in: {op}") from error
-        results = found if isinstance(found, tuple) else (found,)
+        results = cast(tuple[Any, ...], found if isinstance(found, tuple) else (found,))
         if len(results) != len(op.results):
             raise InterpError(f"{len(results)} results, {len(op.results)} declared\n  in: {op}")
         for value, result in zip(op.results, results, strict=True):
@@ -138,9 +138,13 @@ class Interpreter:
         except KeyError as missing:
             raise InterpError(f"size of {missing} is not known\n  in: {op}") from None
         if list(result.shape) != want:
-            raise InterpError(f"%{value.name} has shape {list(result.shape)}, not {want}\n  in: {op}")
+            raise InterpError(
+                f"%{value.name} has shape {list(result.shape)}, not {want}\n  in: {op}"
+            )
         if not self._dtype_fits(value.type, result.dtype):
-            raise InterpError(f"%{value.name} is {result.dtype}, not {value.type.dtype}\n  in: {op}")
+            raise InterpError(
+                f"%{value.name} is {result.dtype}, not {value.type.dtype}\n  in: {op}"
+            )
 
     def _dtype_fits(self, type: TensorType, found: torch.dtype) -> bool:
         if self.dtype is not None and found.is_floating_point:

@@ -1,4 +1,4 @@
-"""The parser of `.ktir` text (grammar: docs/ir.md); errors carry line, column and the line itself."""
+"""The parser of `.ktir` text (grammar: docs/ir.md); errors show line, column and the text."""
 
 from __future__ import annotations
 
@@ -317,9 +317,7 @@ class Parser:
         words = index.replace("..", " ").split()
         if len(words) != 4 or not (words[2].isdigit() and words[3].isdigit()):
             self.fail("a weight family is written @name[i in LO..HI].rest", token)
-        return Weight(
-            f"{head}[]{tail}", unset, var=words[0], lo=int(words[2]), hi=int(words[3])
-        )
+        return Weight(f"{head}[]{tail}", unset, var=words[0], lo=int(words[2]), hi=int(words[3]))
 
     def _recipe(self, module: Module) -> Recipe:
         kind = self.name()
@@ -507,4 +505,12 @@ def _resolve(module: Module, ref: WeightRef) -> WeightRef:
     return WeightRef(f"{head}[]{tail}", Dim.of(int(index)))
 
 
-__all__ = ["Function", "ParseError", "Parser", "parse_dim", "parse_file", "parse_module", "parse_type"]
+__all__ = [
+    "Function",
+    "ParseError",
+    "Parser",
+    "parse_dim",
+    "parse_file",
+    "parse_module",
+    "parse_type",
+]

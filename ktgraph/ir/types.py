@@ -82,7 +82,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class StateType:
-    """A linear cache: ``kv(L x f32[C, R+P])``, one `TensorType` per part, `layers` copies of each."""
+    """A linear cache, ``kv(L x f32[C, R+P])``: one `TensorType` per part, `layers` of each."""
 
     layers: Dim
     parts: tuple[TensorType, ...]

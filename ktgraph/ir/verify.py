@@ -123,7 +123,7 @@ def _type_faults(module: Module, where: str, type: Type, indices: set[str]) -> I
 
 
 def _literal_faults(module: Module, where: str, dim: Dim, shown: str) -> Iterator[Fault]:
-    """In a named module a size that equals a dim must be written by name, or rebinding breaks it."""
+    """In a named module a size that equals a dim is written by name, or rebinding breaks it."""
     if module.witnesses or not module.dims or not dim.is_const:
         return
     value = dim.const()
@@ -253,7 +253,9 @@ class _FunctionCheck:
         got = [r.type.on(None) for r in op.results]
         if [_bare(t) for t in want] != [_bare(t) for t in got]:
             shown = ", ".join(str(_bare(t)) for t in want)
-            yield Fault(line, f"the operands give {shown}", f"signature: {definition.signature.text}")
+            yield Fault(
+                line, f"the operands give {shown}", f"signature: {definition.signature.text}"
+            )
         if list(normal.items()) != list(op.attrs.items()):
             yield Fault(line, "attributes are not in canonical order or spell out a default")
 

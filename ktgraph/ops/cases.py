@@ -1,4 +1,4 @@
-"""Operands for an op's declared cases: the same inputs drive parity tests, `doctor` and benchmarks."""
+"""Operands for an op's declared cases: one set of inputs for parity tests, doctor and bench."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPICAL_ATTRS: dict[str, Any] = {"eps": 1e-6, "layer": _LAYER, "scale": 0.125}
 
 @dataclass(frozen=True)
 class CaseInputs:
-    """Operands in signature order and every attribute, ready for ``reference(*operands, **attrs)``."""
+    """Operands in signature order and all attributes: ``reference(*operands, **attrs)``."""
 
     operands: list[Any]
     attrs: dict[str, Any]
@@ -75,7 +75,7 @@ def _ragged_batch(tokens: int, rows: int, rng: torch.Generator) -> Batch:
     if count > 1 and past[0] > 2:
         past[0], past[-1] = past[0] - 2, past[-1] + 2  # sequences of different lengths
     pages = [-(-(p + n) // _PAGE) for p, n in zip(past, new, strict=True)]
-    order = torch.randperm(sum(pages) + 2, generator=rng).tolist()
+    order = [int(p) for p in torch.randperm(sum(pages) + 2, generator=rng)]
     tables = [[order.pop() for _ in range(n)] for n in pages]
     return Batch.build(past, new, tables, _PAGE)
 

@@ -22,8 +22,8 @@ def _flat(x: torch.Tensor, row_rank: int) -> torch.Tensor:
 
 
 @op(
-    "kv.append(kv: kv(f[C, G, A], f[C, G2, V]), k: f[..., G, A], v: f[..., G2, V], batch; layer: int)"
-    " -> kv"
+    "kv.append(kv: kv(f[C, G, A], f[C, G2, V]), k: f[..., G, A], v: f[..., G2, V], batch;"
+    " layer: int) -> kv"
 )
 def append(kv: State, k: torch.Tensor, v: torch.Tensor, batch: Batch, *, layer: int) -> State:
     """Write the new tokens' keys and values to their cache rows."""
@@ -44,7 +44,8 @@ def append_latent(
 
 def _read_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
     state, rows = types[0], attrs["rows"]
-    assert isinstance(state, StateType) and isinstance(rows, tuple)
+    assert isinstance(state, StateType)
+    assert isinstance(rows, tuple)
     dims = tuple(d for d in rows if isinstance(d, Dim))
     part_types: list[Type] = []
     for part in state.parts:
@@ -54,7 +55,10 @@ def _read_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list
     return part_types
 
 
-@op("kv.read(kv: kv(f[C, ...x], f[C, ...y]), batch; layer: int, rows: ints) -> f[...]", infer=_read_types)
+@op(
+    "kv.read(kv: kv(f[C, ...x], f[C, ...y]), batch; layer: int, rows: ints) -> f[...]",
+    infer=_read_types,
+)
 def read(kv: State, batch: Batch, *, layer: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
     """Every cached row of the call's sequences, in order; `rows` is the leading shape, e.g. [b, t].
 

@@ -26,5 +26,3 @@ def _gather_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> li
 def gather(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The token rows whose logits are asked for (`Batch.out_rows`)."""
     return x.reshape(-1, x.shape[-1])[batch.out_rows.long()]
-
-

@@ -27,7 +27,9 @@ def attend(
     q_lat: torch.Tensor, q_pe: torch.Tensor, kv: State, batch: Batch, *, layer: int, scale: float
 ) -> torch.Tensor:
     """Absorbed queries attend over latent rows; a row is its own key and, its first R, value."""
-    q = torch.cat([q_lat, q_pe], dim=-1).reshape(-1, q_lat.shape[-2], q_lat.shape[-1] + q_pe.shape[-1])
+    q = torch.cat([q_lat, q_pe], dim=-1).reshape(
+        -1, q_lat.shape[-2], q_lat.shape[-1] + q_pe.shape[-1]
+    )
     heads, rank = q_lat.shape[-2], q_lat.shape[-1]
     out: list[torch.Tensor] = []
     for sequence in range(batch.sequences):
@@ -43,7 +45,10 @@ def attend(
     " kv_b: f[H*(N+V), R]; layer: int, scale: float) -> f[..., H, V]",
     flops=lambda d: 2.0 * d.S * d.H * (d.N + d.V) * d.R + 2.0 * d.attend * d.H * (d.N + d.P + d.V),
     reads=lambda d: d.nbytes(0) + d.nbytes(1) + d.nbytes(4) + 4.0 * d.S * (d.R + d.P),
-    cases=[case(T=1, S=63, H=4, N=16, P=8, V=12, R=24), case(T=7, S=130, H=3, N=32, P=16, V=32, R=64)],
+    cases=[
+        case(T=1, S=63, H=4, N=16, P=8, V=12, R=24),
+        case(T=7, S=130, H=3, N=32, P=16, V=32, R=64),
+    ],
 )
 def attend_expanded(
     q_nope: torch.Tensor,
@@ -55,7 +60,7 @@ def attend_expanded(
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """Keys and values rebuilt from latent rows; kv_b's rows per head: N key rows, then V value rows."""
+    """Keys and values rebuilt from latent rows; kv_b holds, per head, N key then V value rows."""
     heads, nope = q_nope.shape[-2], q_nope.shape[-1]
     rank = kv_b.shape[1]
     q = torch.cat([q_nope, q_pe], dim=-1).reshape(-1, heads, nope + q_pe.shape[-1])

@@ -24,10 +24,7 @@ def _mask_groups(
 ) -> torch.Tensor:
     tokens, experts = choice.shape
     grouped = choice.reshape(tokens, groups, experts // groups)
-    if group_score == "max":
-        rank = grouped.amax(-1)
-    else:
-        rank = grouped.topk(2, dim=-1).values.sum(-1)
+    rank = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     kept = torch.zeros_like(rank, dtype=torch.bool)
     kept.scatter_(1, rank.topk(topk_groups, dim=-1).indices, True)
     keep = kept[:, :, None].expand(-1, -1, experts // groups).reshape(tokens, experts)
@@ -59,8 +56,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose top_k experts per token: ids by descending choice score (lower id first), and weights.
 
-    Logits in float32.  `bias` is added to the logits, `select_bias` to the scores for the choice only
-    (DeepSeek-V3).  groups > 1: only the topk_groups best groups take part, ranked by their best
+    Logits in float32.  `bias` is added to the logits, `select_bias` to the scores for the choice
+    only (DeepSeek-V3).  groups > 1: only the topk_groups best groups take part, ranked by their best
     score or the sum of their best two; others are masked to 0 or -inf.  renorm: weights sum to 1
     (plus 1e-20, as the models do); then times `scale`.
     """
@@ -97,12 +94,10 @@ def _run_experts(
     ids, weights = ids.reshape(len(flat), -1), weights.reshape(len(flat), -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide)
-    for expert in ids.unique().tolist():
-        if expert < 0:
-            continue
+    for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
         both = F.linear(flat[token], w13[expert].to(x.dtype), None if b13 is None else b13[expert])
-        hidden = gated(*both.chunk(2, dim=-1), act, alpha, limit)
+        hidden: torch.Tensor = gated(*both.chunk(2, dim=-1), act, alpha, limit)
         out = F.linear(hidden, w2[expert].to(x.dtype), None if b2 is None else b2[expert])
         slots[token, position] = out.to(wide) * weights[token, position, None].to(wide)
     return slots.sum(1).to(x.dtype).reshape(x.shape)
@@ -141,9 +136,7 @@ def experts(
         gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
         if gate_up_bias is not None:
             gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
-    return _run_experts(
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, act, alpha, limit
-    )
+    return _run_experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, act, alpha, limit)
 
 
 @op(
@@ -151,10 +144,12 @@ def experts(
     " w2: f[E, D, F], b13: f[E, W]?, b2: f[E, D]?;"
     ' act: str = "silu", alpha: float = 1.702, limit: float = 7.0) -> f[..., D]',
     flops=lambda d: 6.0 * d.tokens * d.K * d.D * d.F,
-    reads=lambda d: d.nbytes(0)
-    + d.nbytes(1)
-    + d.nbytes(2)
-    + d.touched(d.E, d.tokens * d.K) / d.E * (d.nbytes(3) + d.nbytes(4)),
+    reads=lambda d: (
+        d.nbytes(0)
+        + d.nbytes(1)
+        + d.nbytes(2)
+        + d.touched(d.E, d.tokens * d.K) / d.E * (d.nbytes(3) + d.nbytes(4))
+    ),
     cases=[
         case(T=1, D=48, E=5, K=2, F=33, W=66),
         case(T=17, D=64, E=8, K=3, F=40, W=80),

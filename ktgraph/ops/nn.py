@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -110,7 +113,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str) ->
 def rope(
     q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor, batch: Batch, *, style: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) of the first 2*J channels of each head.
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of each head's first 2*J channels.
 
     Styles: "half" pairs channel c with c+J; "interleaved" pairs 2c with 2c+1; "interleaved_to_half"
     reads pairs as interleaved and writes [first of each pair | second of each pair].
@@ -124,18 +127,20 @@ def rope(
     return out[0], out[1]
 
 
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
 def activation(name: str, x: torch.Tensor) -> torch.Tensor:
     """The gate activations the project knows."""
-    table = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
-        "relu": F.relu,
-        "sigmoid": torch.sigmoid,
-    }
-    if name not in table:
-        raise ValueError(f"unknown activation {name!r} (known: {', '.join(table)})")
-    return table[name](x)
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r} (known: {', '.join(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name](x)
 
 
 def gated(
@@ -155,7 +160,7 @@ def act(x: torch.Tensor, *, act: str) -> torch.Tensor:
 
 
 @op(
-    "nn.swiglu(x: f[..., D], w13: f[W, D], w2: f[D, M]; act: str = \"silu\") -> f[..., D]",
+    'nn.swiglu(x: f[..., D], w13: f[W, D], w2: f[D, M]; act: str = "silu") -> f[..., D]',
     flops=lambda d: 6.0 * d.tokens * d.M * d.D,
     cases=[case(T=1, D=48, M=33, W=66), case(T=9, D=64, M=40, W=80)],
 )

@@ -1,4 +1,4 @@
-"""The op table and the kernel table: each op is declared once, kernels register beside their code."""
+"""The op table and the kernel table: an op is declared once, kernels register beside their code."""
 
 from __future__ import annotations
 

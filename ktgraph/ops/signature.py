@@ -1,10 +1,11 @@
-"""Op signatures: the string that is the shape rule, the result type and the documentation of an op.
+"""Op signatures: one string is the shape rule, the result type and the documentation of an op.
 
-    mla.attend(q_lat: f[..., H, R], q_pe: f[..., H, P], kv: kv(f[C, R+P]), batch; scale: float) -> f[..., H, R]
+    mla.attend(q_lat: f[..., H, R], q_pe: f[..., H, P], kv: kv(f[C, R+P]), batch;
+               layer: int, scale: float) -> f[..., H, R]
 
-Dtypes: a concrete one, ``f`` any float, ``i`` any integer, ``any``.  A result written ``f`` has the
-dtype of the first ``f`` operand.  Dims are polynomials over pattern names, bound by unification with
-the operands' dims; integer attributes may be used by name.  ``...`` (or ``...k``) stands for any
+Dtypes: a concrete one, ``f`` any float, ``i`` any integer, ``any``.  A result written ``f`` has
+the dtype of the first ``f`` operand.  Dims are polynomials over pattern names, bound by unification
+with the operands' dims; integer attributes may be used by name.  ``...`` (or ``...k``) stands for any
 number of axes.  ``?`` marks an optional operand, ``*`` a variadic one.
 """
 
@@ -104,7 +105,9 @@ class Signature:
             elif not param.optional:
                 raise SignatureError(f"operand {param.name} is missing")
         if rest:
-            raise SignatureError(f"{len(types)} operands given, at most {len(self.params)} expected")
+            raise SignatureError(
+                f"{len(types)} operands given, at most {len(self.params)} expected"
+            )
         return pairs
 
     def result_types(self, types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
@@ -303,15 +306,16 @@ def parse_signature(text: str) -> Signature:
     attrs = tuple(_attr_param(a) for a in _split(attrs_text))
     states = {p.name for p in params if isinstance(p.pattern, StatePattern)}
     results = tuple(
-        r if r in states else _tensor_pattern(r) for r in _split(result.strip().strip("()") if
-        result.strip().startswith("(") else result)
+        r if r in states else _tensor_pattern(r)
+        for r in _split(result.strip().strip("()") if result.strip().startswith("(") else result)
     )
     return Signature(" ".join(text.split()), name, params, attrs, results)
 
 
 def _split(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    items, depth, current = [], 0, ""
+    items: list[str] = []
+    depth, current = 0, ""
     for char in text:
         depth += (char in "([") - (char in ")]")
         if char == "," and depth == 0:

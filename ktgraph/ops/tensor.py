@@ -75,7 +75,7 @@ def _split_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> lis
         total = total + size
     if total != given.dims[axis]:
         raise SignatureError(f"sizes sum to {total}, axis {axis} of {given} is {given.dims[axis]}")
-    shapes = [given.dims[:axis] + (size,) + given.dims[axis + 1 :] for size in sizes]
+    shapes = [(*given.dims[:axis], size, *given.dims[axis + 1 :]) for size in sizes]
     return [TensorType(given.dtype, shape) for shape in shapes]
 
 
@@ -86,7 +86,7 @@ def _split_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> lis
 )
 def split(x: torch.Tensor, *, sizes: list[int], axis: int) -> tuple[torch.Tensor, ...]:
     """Consecutive pieces along an axis, one result per size."""
-    return tuple(x.split(sizes, dim=axis))
+    return torch.split(x, sizes, dim=axis)
 
 
 def _concat_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
@@ -98,7 +98,7 @@ def _concat_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> li
         if part.rank != first.rank or part.dims[:axis] != first.dims[:axis]:
             raise SignatureError(f"cannot concatenate {part} with {first} along axis {axis}")
         total = total + part.dims[axis]
-    dims = first.dims[:axis] + (total,) + first.dims[axis + 1 :]
+    dims = (*first.dims[:axis], total, *first.dims[axis + 1 :])
     return [TensorType(first.dtype, dims)]
 
 
@@ -128,8 +128,9 @@ def _slice_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> lis
     given = _tensor(types)
     axis = _axis(attrs, given.rank)
     start, size = attrs["start"], attrs["size"]
-    assert isinstance(start, Dim) and isinstance(size, Dim)
-    return [TensorType(given.dtype, given.dims[:axis] + (size,) + given.dims[axis + 1 :])]
+    assert isinstance(start, Dim)
+    assert isinstance(size, Dim)
+    return [TensorType(given.dtype, (*given.dims[:axis], size, *given.dims[axis + 1 :]))]
 
 
 @op(
