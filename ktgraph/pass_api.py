@@ -1,8 +1,8 @@
 """What a pass author imports: `Pass`, `PassContext`, numerics classes, and the table of passes.
 
-A pass is one file: a docstring (what, why, before -> after), options as frozen dataclass fields, and
-``run(module, ctx)``, which edits the module in place.  The manager (ktgraph/pass_manager.py) checks
-requires, hashes, verifies, validates, times, diffs and dumps around it.
+A pass is one file: a docstring (what, why, before -> after), options as frozen dataclass fields,
+and ``run(module, ctx)``, which edits the module in place.  The manager (ktgraph/pass_manager.py)
+checks requires, hashes, verifies, validates, times, diffs and dumps around it.
 
     @register_pass
     @dataclass(frozen=True)
@@ -113,12 +113,16 @@ class CompileOptions:
     """What the user asked for; printed with the plan and part of its key."""
 
     dtype: str = "auto"  # compute dtype: auto (the checkpoint's), f32, bf16
-    quantize: str | None = None  # policy, e.g. "int8", "int4(group=32)", "experts=int4(group=64),*=int8"
+    quantize: str | None = (
+        None  # policy, e.g. "int8", "int4(group=32)", "experts=int4(group=64),*=int8"
+    )
     exact: bool = False  # refuse every lossy rewrite
     max_tokens: int = 512  # most new tokens in one call: the prefill chunk
     max_batch: int = 16  # most sequences in one call
     context: int = 4096  # most rows of one sequence
-    cache_rows: int | None = None  # rows of the paged cache; None: max_batch * context, within memory
+    cache_rows: int | None = (
+        None  # rows of the paged cache; None: max_batch * context, within memory
+    )
     page_size: int = 32
     rules: str | None = None  # YAML placement rules file
     threads: int | None = None

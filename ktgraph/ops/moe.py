@@ -57,9 +57,9 @@ def route(
     """Choose top_k experts per token: ids by descending choice score (lower id first), and weights.
 
     Logits in float32.  `bias` is added to the logits, `select_bias` to the scores for the choice
-    only (DeepSeek-V3).  groups > 1: only the topk_groups best groups take part, ranked by their best
-    score or the sum of their best two; others are masked to 0 or -inf.  renorm: weights sum to 1
-    (plus 1e-20, as the models do); then times `scale`.
+    only (DeepSeek-V3).  groups > 1: only the topk_groups best groups take part, ranked by their
+    best score or the sum of their best two; others are masked to 0 or -inf.  renorm: weights sum to
+    1 (plus 1e-20, as the models do); then times `scale`.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     flat = x.reshape(-1, x.shape[-1]).to(wide)
@@ -97,7 +97,8 @@ def _run_experts(
     for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
         both = F.linear(flat[token], w13[expert].to(x.dtype), None if b13 is None else b13[expert])
-        hidden: torch.Tensor = gated(*both.chunk(2, dim=-1), act, alpha, limit)
+        gate, up = torch.chunk(both, 2, dim=-1)
+        hidden = gated(gate, up, act, alpha, limit)
         out = F.linear(hidden, w2[expert].to(x.dtype), None if b2 is None else b2[expert])
         slots[token, position] = out.to(wide) * weights[token, position, None].to(wide)
     return slots.sum(1).to(x.dtype).reshape(x.shape)

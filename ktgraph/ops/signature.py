@@ -5,8 +5,8 @@
 
 Dtypes: a concrete one, ``f`` any float, ``i`` any integer, ``any``.  A result written ``f`` has
 the dtype of the first ``f`` operand.  Dims are polynomials over pattern names, bound by unification
-with the operands' dims; integer attributes may be used by name.  ``...`` (or ``...k``) stands for any
-number of axes.  ``?`` marks an optional operand, ``*`` a variadic one.
+with the operands' dims; integer attributes may be used by name.  ``...`` (or ``...k``) stands for
+any number of axes.  ``?`` marks an optional operand, ``*`` a variadic one.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Signature:
         found = Bindings()
         pairs = self._pairs(types)
         late: list[tuple[str, str, Dim]] = []
-        for param, given in pairs:
-            _bind_operand(param, given, found, late)
+        for param, given in pairs:  # variadic operands differ in shape: each binds on its own
+            _bind_operand(param, given, Bindings() if param.variadic else found, late)
         for key, value in attrs.items():
             if isinstance(value, Dim):
                 found.dims.setdefault(key, value)
@@ -186,7 +186,10 @@ def _bind_operand(
         return
     if not isinstance(given, TensorType):
         raise SignatureError(f"operand {param.name} must be a {param.pattern}, got {given}")
-    _bind_tensor(param.name, param.pattern, given, found, late)
+    # the operands of a variadic parameter may differ in shape: the op's own rule compares them
+    into = Bindings() if param.variadic else found
+    _bind_tensor(param.name, param.pattern, given, into, late)
+    found.dtype = found.dtype or into.dtype
 
 
 def _bind_state(

@@ -89,20 +89,24 @@ def split(x: torch.Tensor, *, sizes: list[int], axis: int) -> tuple[torch.Tensor
     return torch.split(x, sizes, dim=axis)
 
 
+def _without(dims: tuple[Dim, ...], axis: int) -> tuple[Dim, ...]:
+    return dims[:axis] + dims[axis + 1 :]
+
+
 def _concat_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
     first = _tensor(types)
     axis = _axis(attrs, first.rank)
     total = Dim.of(0)
     for position in range(len(types)):
         part = _tensor(types, position)
-        if part.rank != first.rank or part.dims[:axis] != first.dims[:axis]:
+        if _without(part.dims, axis) != _without(first.dims, axis):
             raise SignatureError(f"cannot concatenate {part} with {first} along axis {axis}")
         total = total + part.dims[axis]
     dims = (*first.dims[:axis], total, *first.dims[axis + 1 :])
     return [TensorType(first.dtype, dims)]
 
 
-@op("tensor.concat(xs: any[...x]*; axis: int = -1) -> any[...]", infer=_concat_types)
+@op("tensor.concat(xs: any[...]*; axis: int = -1) -> any[...]", infer=_concat_types)
 def concat(*xs: torch.Tensor, axis: int) -> torch.Tensor:
     """Pieces joined along an axis."""
     return torch.cat(xs, dim=axis)

@@ -12,19 +12,19 @@ def _same(types: Any, attrs: Any) -> list[Type]:
     return [t for t in types if t is not None]
 
 
-@op("xfer.copy(xs: any[...x]*; stream: int = 0) -> any[...]", infer=_same)
+@op("xfer.copy(xs: any[...]*; stream: int = 0) -> any[...]", infer=_same)
 def copy(*xs: Any, stream: int) -> Any:
     """Copies of the operands on the results' device, ordered after their producers."""
     return xs[0] if len(xs) == 1 else xs
 
 
-@op("xfer.post(xs: any[...x]*; mailbox: int) -> any[...]", infer=_same)
+@op("xfer.post(xs: any[...]*; mailbox: int) -> any[...]", infer=_same)
 def post(*xs: Any, mailbox: int) -> Any:
     """Hand operands to the other device without waiting; `xfer.await` of the mailbox receives."""
     return xs[0] if len(xs) == 1 else xs
 
 
-@op("xfer.await(xs: any[...x]*; mailbox: int) -> any[...]", infer=_same)
+@op("xfer.await(xs: any[...]*; mailbox: int) -> any[...]", infer=_same)
 def await_(*xs: Any, mailbox: int) -> Any:
     """Wait for the answer of a mailbox and bring it to the results' device."""
     return xs[0] if len(xs) == 1 else xs

@@ -46,7 +46,7 @@ def test_the_printer_does_not_fail_on_invalid_ir():
     block = module.functions["main"].body
     block.append(Op("no.such_op", [None, block.args[0], None], [], {"a": (1, "x")}))
     block.set_returns([])
-    assert "no.such_op _, %ids {a = [1, \"x\"]}" in str(module)
+    assert 'no.such_op _, %ids {a = [1, "x"]}' in str(module)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def test_parse_errors_point_at_the_place(old: str, new: str, message: str):
     with pytest.raises(ParseError, match=message) as caught:
         parse_module(GOLDEN.replace(old, new, 1))
     line = str(caught.value).split("\n")
-    assert line[1].strip() and line[2].strip() == "^"
+    assert line[1].strip()
+    assert line[2].strip() == "^"
 
 
 def test_a_truncated_file_is_one_parse_error():

@@ -39,7 +39,12 @@ def test_the_module_is_valid():
         ("nn.rms_norm %x", "nn.rms_nrm %x", "unknown op 'nn.rms_nrm'; did you mean", "register"),
         ("{eps = 1e-06}", "", "attribute eps (float) is missing", "signature"),
         ("{eps = 1e-06}", "{eps = 1e-06, late_cast = false}", "spell out a default", ""),
-        ("f32[D] from", "f32[D]@cuda:0 from", "@norm is on cuda:0, the op runs on cpu", "insert-copies"),
+        (
+            "f32[D] from",
+            "f32[D]@cuda:0 from",
+            "@norm is on cuda:0, the op runs on cpu",
+            "insert-copies",
+        ),
         ("yield %b, %kv.i", "yield %b, %kv", "from outside its block", "carry states"),
         ("return %y, %kv.n", "return %y, %kv", "after an append consumed it", "use the state"),
         (' from "norm"', "", "neither a source nor a recipe", "from"),

@@ -1,0 +1,236 @@
+"""The cost model: FLOPs, bytes and seconds of each op at the sizes of a call.
+
+Costs are functions of the call (new tokens and cached rows of each sequence); nothing is -1 or
+None: an op without a rule appears in `CostReport.unknown` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value
+from ktgraph.ir.types import BatchType, StateType, TensorType, Type
+from ktgraph.ops.registry import CostDims, OpDef, op_def
+from ktgraph.target import Target
+from ktgraph.weights.encodings import nbytes as encoded_nbytes
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes of one call: new tokens and cached rows of each sequence."""
+
+    new: tuple[int, ...]
+    past: tuple[int, ...]
+
+    @staticmethod
+    def decode(context: int, batch: int = 1) -> Call:
+        """One new token for each of `batch` sequences with `context` cached rows."""
+        return Call((1,) * batch, (context,) * batch)
+
+    @staticmethod
+    def prefill(tokens: int, past: int = 0) -> Call:
+        """`tokens` new tokens of one sequence after `past` cached rows."""
+        return Call((tokens,), (past,))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.new)
+
+    @property
+    def rows(self) -> int:
+        """Cache rows in use, the new tokens included, summed over sequences."""
+        return self.tokens + sum(self.past)
+
+    @property
+    def attend(self) -> float:
+        """Rows seen, summed over new tokens: each sees what precedes it, and itself."""
+        return sum(n * p + n * (n + 1) / 2 for n, p in zip(self.new, self.past, strict=True))
+
+    def bindings(self, module: Module) -> dict[str, int]:
+        """Every dim and sym of a flat module at this call."""
+        sizes = {
+            "T": self.tokens,
+            "B": len(self.new),
+            "Q": max(self.new),
+            "S": self.rows,
+            "O": len(self.new),
+            "C": self.rows,
+        }
+        return {**module.dims, **sizes}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One op at one call; bytes are read or written by the op itself, encoded as they lie."""
+
+    op: Op
+    where: str  # "%result", with the layer for ops in a repeat
+    repeats: int
+    device: str
+    dtype: str  # what it computes in: the key of the device's peak
+    flops: float
+    read: float  # bytes
+    written: float  # bytes
+    weights: float  # bytes of the weights it reads, part of `read`
+    known: bool  # False: the op has no cost rule
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / max(self.read + self.written, 1.0)
+
+    def seconds(self, target: Target, device: str | None = None) -> float:
+        """Roofline time of one execution on a device of the target, launch included."""
+        at = target.device(device or self.device)
+        moved = (self.read + self.written) / at.bandwidth_at()
+        return max(self.flops / at.peak_for(self.dtype), moved) + at.launch
+
+    def bound(self, target: Target, device: str | None = None) -> str:
+        """What limits it there: compute, memory or launch."""
+        at = target.device(device or self.device)
+        compute = self.flops / at.peak_for(self.dtype)
+        moved = (self.read + self.written) / at.bandwidth_at()
+        if at.launch >= max(compute, moved):
+            return "launch"
+        return "compute" if compute >= moved else "memory"
+
+
+@dataclass
+class CostReport:
+    """Costs of one function at one call, in launch order."""
+
+    call: Call
+    rows: list[OpCost] = field(default_factory=list[OpCost])
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of ops without a cost rule (their bytes are counted, their FLOPs are not)."""
+        return sorted({r.op.name for r in self.rows if not r.known})
+
+    def total(self, key: str, device: str | None = None) -> float:
+        """Sum of `flops`, `read`, `written` or `weights`, repeats included."""
+        rows = [r for r in self.rows if device in (None, r.device)]
+        return sum(getattr(r, key) * r.repeats for r in rows)
+
+
+def function_cost(module: Module, func: Function, call: Call, home: str = "cpu") -> CostReport:
+    """The cost of every op of a function; views and the structure itself cost nothing."""
+    report = CostReport(call)
+    bindings = call.bindings(module)
+    for op, repeats in _ops(func.body, 1):
+        report.rows.append(op_cost(module, op, call, bindings, repeats, home))
+    return report
+
+
+def _ops(block: Block, repeats: int) -> Iterator[tuple[Op, int]]:
+    for op in block.ops:
+        if op.body is None:
+            yield op, repeats
+            continue
+        count = op.int_attr("hi") - op.int_attr("lo") + 1
+        yield from _ops(op.body, repeats * count)
+
+
+def op_cost(
+    module: Module,
+    op: Op,
+    call: Call,
+    bindings: Mapping[str, int],
+    repeats: int = 1,
+    home: str = "cpu",
+) -> OpCost:
+    """The cost of one execution of an op."""
+    definition = op_def(op.name)
+    sizes = [_nbytes(module, o, bindings) for o in op.operands]
+    weights = sum(s for o, s in zip(op.operands, sizes, strict=True) if not isinstance(o, Value))
+    dims = CostDims(_dims(module, op, definition, bindings), sizes, call.tokens, call.attend)
+    read, written, flops = sum(sizes), _written(op, call, bindings), 0.0
+    if definition.reads is not None:
+        read = definition.reads(dims)
+    if definition.is_view:
+        read = written = 0.0
+    if definition.flops is not None:
+        flops = definition.flops(dims)
+    device = _device(op) or module.home or home
+    where = ", ".join(f"%{r.name}" for r in op.results)
+    known = definition.flops is not None or definition.is_view or op.name in _MOVERS
+    dtype = _compute_dtype(op)
+    return OpCost(
+        op, where, repeats, device, dtype, flops, read, written, min(weights, read), known
+    )
+
+
+# ops that only move bytes: no FLOPs is their rule, not a missing one
+_MOVERS = frozenset(
+    {
+        "tensor.concat",
+        "tensor.cast",
+        "tensor.add",
+        "tensor.add3",
+        "tensor.mul",
+        "tensor.scale",
+        "nn.embedding",
+        "logits.gather",
+        "kv.append",
+        "kv.append_latent",
+        "kv.rope_append",
+        "kv.rope_append_latent",
+        "kv.read",
+        "xfer.copy",
+        "xfer.post",
+        "xfer.await",
+    }
+)
+
+
+def _dims(module: Module, op: Op, definition: OpDef, bindings: Mapping[str, int]) -> dict[str, int]:
+    types = [None if o is None else module.type_of(o) for o in op.operands]
+    found = definition.signature.bind(types, definition.signature.full_attrs(op.attrs))
+    known = {k: _evaluate(d, bindings) for k, d in found.dims.items()}
+    return {**bindings, **{k: v for k, v in known.items() if v is not None}}
+
+
+def _evaluate(dim: Dim, bindings: Mapping[str, int]) -> int | None:
+    """None for dims over repeat indices, which no cost depends on."""
+    try:
+        return dim.at(bindings)
+    except KeyError:
+        return None
+
+
+def _nbytes(module: Module, operand: Operand, bindings: Mapping[str, int]) -> float:
+    if operand is None:
+        return 0.0
+    return type_nbytes(module.type_of(operand), bindings)
+
+
+def type_nbytes(type: Type, bindings: Mapping[str, int]) -> float:
+    """Bytes of a tensor as encoded; 0 for states and the batch (ops say which rows they touch)."""
+    if isinstance(type, (StateType, BatchType)):
+        return 0.0
+    return float(encoded_nbytes(type, bindings))
+
+
+def _written(op: Op, call: Call, bindings: Mapping[str, int]) -> float:
+    total = 0.0
+    for result in op.results:
+        if isinstance(result.type, StateType):
+            rows = [p.with_dims(*p.dims[1:]) for p in result.type.parts]
+            total += call.tokens * sum(type_nbytes(r, bindings) for r in rows)
+        else:
+            total += type_nbytes(result.type, bindings)
+    return total
+
+
+def _device(op: Op) -> str | None:
+    return next((r.type.device for r in op.results if not isinstance(r.type, BatchType)), None)
+
+
+def _compute_dtype(op: Op) -> str:
+    types: Sequence[Type] = [r.type for r in op.results] + [v.type for v in op.values]
+    for found in types:
+        if isinstance(found, TensorType) and found.dtype in ("f64", "f32", "bf16", "f16"):
+            return {"f64": "f32", "f16": "bf16"}.get(found.dtype, found.dtype)
+    return "f32"
