@@ -1,0 +1,58 @@
+# make demo | make test | make lint | make format | make clean | make distclean
+# (everything lives in .venv/ and build/)
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH   = $(shell grep '^torch==' constraints.txt)
+BUILD_TOOLS = scikit-build-core nanobind cmake ninja
+
+NATIVE_SOURCES = CMakeLists.txt $(shell find cpu_kernels -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' -o -name '*.cmake')
+
+DEMO = ktgraph run examples/models/tiny-deepseek-v2 "Once upon a time" --max-new-tokens 80 --dump ktg_dump
+PYTEST_ARGS ?=
+
+.PHONY: help demo test lint format clean distclean check-tools
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+demo: $(VENV)/.installed
+	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find cpu_kernels -name '*.cpp' -o -name '*.h' | xargs -r $(BIN)/clang-format -i
+
+clean:
+	rm -rf build dist ktg_dump .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.installed $(VENV)/.dependencies
+	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+check-tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "ktgraph needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11" >&2; exit 1; }
+	@v=$$($(CXX) -dumpversion 2>/dev/null | cut -d. -f1); [ "$${v:-0}" -ge 12 ] || { \
+	  echo "ktgraph needs g++ >= 12, but '$(CXX)' is version $${v:-none}. Try: make CXX=g++-12" >&2; exit 1; }
+
+# torch comes first and by its exact pin, so that nothing else draws in another build of it.
+$(VENV)/.dependencies: pyproject.toml constraints.txt | check-tools
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) $(BUILD_TOOLS)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies $(NATIVE_SOURCES)
+	CXX="$(CXX)" $(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Triton kernels: one kernel per file (installed as `ktgraph.triton_kernels`)."""
