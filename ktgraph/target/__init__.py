@@ -1,0 +1,45 @@
+"""The machine a graph is compiled for: probed and measured once, or described in a TOML file."""
+
+from ktgraph.target.choose import (
+    cpu,
+    cuda,
+    hybrid,
+    load_target,
+    resolve_target,
+    shipped_targets,
+)
+from ktgraph.target.description import (
+    Device,
+    Link,
+    Provenance,
+    Target,
+    TargetError,
+    format_size,
+    parse_size,
+    round_size,
+)
+from ktgraph.target.host import cache_file, host_target
+from ktgraph.target.probe import CpuInfo, MemoryInfo, probe_cpu, probe_memory
+
+__all__ = [
+    "CpuInfo",
+    "Device",
+    "Link",
+    "MemoryInfo",
+    "Provenance",
+    "Target",
+    "TargetError",
+    "cache_file",
+    "cpu",
+    "cuda",
+    "format_size",
+    "host_target",
+    "hybrid",
+    "load_target",
+    "parse_size",
+    "probe_cpu",
+    "probe_memory",
+    "resolve_target",
+    "round_size",
+    "shipped_targets",
+]

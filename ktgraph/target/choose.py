@@ -1,0 +1,154 @@
+"""How a user names a target: kt.cpu(), kt.hybrid(), kt.load_target(), or a word such as "auto"."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ktgraph.target.description import (
+    Device,
+    Target,
+    TargetError,
+    close_matches,
+    parse_size,
+    round_size,
+)
+from ktgraph.target.host import gpu_names, host_target
+from ktgraph.target.probe import probe_cpu
+
+SHIPPED = Path(__file__).resolve().parent.parent / "targets"
+SIMULATED_LIKE = "rtx4090-24g+xeon"  # whose GPU and links kt.hybrid(gpu="simulated") takes on
+WORDS = ("auto", "cpu", "cuda", "hybrid")
+
+
+def cpu(threads: int | None = None) -> Target:
+    """This machine's CPU alone, with measured figures; `threads` overrides the measured choice."""
+    host = host_target()
+    device = _with_threads(host.cpu, threads)
+    return replace(host, devices=(device,), home="cpu", links=())
+
+
+def hybrid(
+    gpu_memory: str | int | None = None,
+    cpu_threads: int | None = None,
+    gpu: str | Path = "auto",
+) -> Target:
+    """This machine's CPU with one GPU, which is the home device.
+
+    gpu_memory: bytes or a size such as "24GiB" that ktgraph may use (default: all but a tenth).
+    cpu_threads: worker threads (default: as measured, one core left to the driver).
+    gpu: "auto" is the first CUDA GPU, and an error where there is none; "simulated" runs on the
+        CPU, keeps a GPU's ordering rules and charges modelled time; the name or path of a target
+        file takes that file's first GPU, for planning.
+    """
+    if gpu == "auto" and not gpu_names():
+        raise _no_gpu("hybrid")
+    host = host_target()
+    other = host if gpu == "auto" else load_target(SIMULATED_LIKE if gpu == "simulated" else gpu)
+    if not other.gpus:
+        raise TargetError(f"gpu={str(gpu)!r}: target {other.name!r} describes no GPU")
+    device = other.gpus[0]
+    if gpu == "simulated":
+        device = replace(device, kind="simulated", model=f"like {device.model}")
+    if gpu == "auto" and cpu_threads is None:
+        cpu_threads = max(1, min(host.cpu.threads, probe_cpu().max_threads - 1))
+    return Target(
+        name=f"{host.name}+{'simulated' if gpu == 'simulated' else device.model or device.name}",
+        devices=(
+            _with_threads(host.cpu, cpu_threads),
+            _with_memory(device, gpu_memory, real=gpu == "auto"),
+        ),
+        home=device.name,
+        links=tuple(k for k in other.links if {k.src, k.dst} == {"cpu", device.name}),
+        provenance=host.provenance
+        if gpu == "auto"
+        else replace(host.provenance, note=f"{device.name} and its links: target {other.name}"),
+    )
+
+
+def cuda() -> Target:
+    """This machine's first GPU alone: everything must fit into its memory."""
+    if not gpu_names():
+        raise _no_gpu("cuda")
+    host = host_target()
+    gpu = host.gpus[0]
+    return replace(host, devices=(gpu,), home=gpu.name, links=())
+
+
+def shipped_targets() -> list[str]:
+    """Names that `load_target` finds without a path."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load_target(name_or_path: str | Path) -> Target:
+    """The target described in a TOML file, or one of `shipped_targets()` by its name."""
+    path = Path(name_or_path)
+    if isinstance(name_or_path, str) and name_or_path in shipped_targets():
+        path = SHIPPED / f"{name_or_path}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _not_found(name_or_path, error) from None
+    return Target.from_toml(text, path=path)
+
+
+def resolve_target(spec: str | Path | Target = "auto") -> Target:
+    """What kt.compile takes as `target`: a Target, one of the words below, a name or a path.
+
+    "auto" is "hybrid" where there is a CUDA GPU and "cpu" elsewhere.
+    """
+    if isinstance(spec, Target):
+        return spec
+    if spec == "auto":
+        return hybrid() if gpu_names() else cpu()
+    if spec == "cpu":
+        return cpu()
+    if spec == "hybrid":
+        return hybrid()
+    if spec == "cuda":
+        return cuda()
+    return load_target(spec)
+
+
+def _with_threads(device: Device, threads: int | None) -> Device:
+    if threads is None:
+        return device
+    most = len(probe_cpu().affinity)
+    if not 1 <= threads <= most:
+        raise TargetError(f"threads={threads}: this process may run on 1 to {most} CPUs")
+    return replace(device, threads=threads)
+
+
+def _with_memory(device: Device, memory: str | int | None, *, real: bool) -> Device:
+    if memory is None:
+        return device
+    size = parse_size(memory)
+    if real and size > device.memory:
+        raise TargetError(
+            f"gpu_memory={memory!r}: {device.name} ({device.model}) "
+            f"leaves ktgraph {round_size(device.memory)}"
+        )
+    return replace(device, memory=size)
+
+
+def _no_gpu(wanted: str) -> TargetError:
+    return TargetError(
+        f'target="{wanted}" needs a CUDA GPU, and torch sees none on this machine. Instead:\n'
+        '  target="cpu"                              run on the CPU alone\n'
+        '  target=kt.load_target("rtx4090-24g+xeon") plan for a machine that is described\n'
+        '  target=kt.hybrid(gpu="simulated")         run the hybrid path, the GPU simulated'
+    )
+
+
+def _not_found(wanted: str | Path, error: Exception) -> TargetError:
+    text = str(wanted)
+    if text.endswith(".toml") or os.sep in text or not isinstance(error, FileNotFoundError):
+        reason = getattr(error, "strerror", None) or str(error)
+        return TargetError(f"target file {text}: {reason}")
+    return TargetError(f"unknown target {text!r}; {close_matches(text, all_names())}")
+
+
+def all_names() -> list[str]:
+    """Every word and name that `resolve_target` takes."""
+    return [*WORDS, *shipped_targets()]

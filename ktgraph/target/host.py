@@ -1,0 +1,114 @@
+"""The target of this machine: measured on the first call, then read from the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ktgraph.target import measure
+from ktgraph.target.description import Link, Provenance, Target, TargetError
+from ktgraph.target.probe import CpuInfo, probe_cpu
+
+log = logging.getLogger("ktgraph")
+
+
+def host_target(*, remeasure: bool = False) -> Target:
+    """All devices of this machine with measured figures; `home` is its first GPU, else its CPU.
+
+    The first call measures for a few seconds and writes `cache_file()`; later calls read it.
+    Memory budgets come from the control group's limits at each call, never from the cache.
+    """
+    info = probe_cpu()
+    path = cache_file(info)
+    target = None if remeasure else _cached(path)
+    if target is None:
+        target = _measured(info)
+        _store(target, path)
+    return target.with_device(replace(target.cpu, memory=measure.cpu_budget(info.memory)))
+
+
+def cache_file(info: CpuInfo | None = None) -> Path:
+    """Where this machine's figures are kept: one file for each set of CPUs, limits and GPUs."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    return folder / "ktgraph" / f"target-{_host_key(info or probe_cpu())}.toml"
+
+
+def gpu_names() -> list[str]:
+    """The CUDA devices that torch can use here, by their own names."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _host_key(info: CpuInfo) -> str:
+    """Changes with whatever changes the figures: CPU, cores allowed, memory, GPUs, torch."""
+    parts = (
+        platform.node(),
+        info.model,
+        info.isa,
+        info.affinity,
+        info.quota,
+        info.memory.total >> 30,
+        gpu_names(),
+        torch.__version__,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _measured(info: CpuInfo) -> Target:
+    log.info("measuring this machine once (a few seconds)")
+    devices = [measure.measure_cpu(info)]
+    links: list[Link] = []
+    for index in range(len(gpu_names())):
+        devices.append(measure.measure_gpu(index))
+        links += measure.measure_links(index)
+    return Target(
+        name=f"{platform.node() or 'host'}",
+        devices=tuple(devices),
+        home=devices[min(1, len(devices) - 1)].name,
+        links=tuple(links),
+        provenance=Provenance("measured", time.strftime("%Y-%m-%d"), platform.node()),
+    )
+
+
+def _cached(path: Path) -> Target | None:
+    """The target in `path`; None if it is not there, or broken (which is said, then remeasured)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        target = Target.from_toml(text, path=path)
+        target.device("cpu")
+    except FileNotFoundError:
+        return None
+    except (TargetError, OSError, UnicodeDecodeError) as error:
+        log.warning("ktgraph: measuring again, since the cached figures cannot be used: %s", error)
+        return None
+    return target
+
+
+def _store(target: Target, path: Path) -> None:
+    """Writes beside `path` and renames, so that a reader never sees half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    except OSError as error:
+        log.warning("ktgraph: figures of this machine are not kept: %s", error)
+        return
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write("# Measured by ktgraph; delete this file to measure again.\n")
+            file.write(target.to_toml())
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("ktgraph: figures of this machine are not kept: %s", error)
+        with suppress(OSError):
+            os.unlink(temporary)
