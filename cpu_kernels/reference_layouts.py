@@ -1,0 +1,199 @@
+"""Packed weight layouts in plain numpy: the specification that the C++ packer must equal byte for byte.
+
+``docs/layouts.md`` says why.  Everything here is f32 arithmetic, one operation at a time, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+TILE_ROWS = 16
+STEP = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8}  # columns per 64-byte block
+GROUPS = (32, 64, 128)
+# Candidates for an int4 scale: the group's largest element divided by each of these.
+DIVISORS = (-8, -7.5, -8.5, -7, -9, -6.5, -9.5, -10, 7, 7.5, 6.5, 8, 6, 8.5, 9, 9.5)
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """f32 -> bf16 as uint16, round to nearest even (finite values)."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    """bf16 as uint16 -> f32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one packed matrix."""
+
+    format: str
+    rows: int
+    cols: int
+    group: int = 0
+    gate_up: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in STEP:
+            raise ValueError(f"unknown format {self.format!r}; one of {', '.join(STEP)}")
+        if (self.format == "int4") != (self.group in GROUPS) or (self.format != "int4" and self.group):
+            raise ValueError(f"{self.format} with group {self.group}: int4 needs 32, 64 or 128, the others 0")
+
+    @property
+    def tiles(self) -> int:
+        if self.gate_up:
+            return 2 * (_up(self.rows // 2, TILE_ROWS) // TILE_ROWS)
+        return _up(self.rows, TILE_ROWS) // TILE_ROWS
+
+    @property
+    def kpad(self) -> int:
+        return _up(self.cols, STEP[self.format])
+
+    @property
+    def groups(self) -> int:
+        return -(-self.cols // self.group) if self.group else 0
+
+    @property
+    def data_nbytes(self) -> int:
+        return self.tiles * self.kpad // STEP[self.format] * 64
+
+    @property
+    def scale_nbytes(self) -> int:
+        return {"int8": self.tiles * 64, "int4": self.tiles * self.groups * 32}.get(self.format, 0)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one matrix of a stack to the next."""
+        n = _up(self.data_nbytes + self.scale_nbytes, 64)
+        return n + 64 if n % 4096 == 0 else n
+
+    def row_order(self) -> np.ndarray:
+        """Logical row at every packed row; -1 is padding."""
+        parts = 2 if self.gate_up else 1
+        half = self.rows // parts
+        order = np.full((self.tiles // parts, parts, TILE_ROWS), -1)
+        for p in range(parts):
+            padded = np.full(_up(half, TILE_ROWS), -1)
+            padded[:half] = np.arange(half) + p * half
+            order[:, p] = padded.reshape(-1, TILE_ROWS)
+        return order.reshape(-1)
+
+
+def quantize_int8(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows -> int8 values and one f32 scale per row."""
+    scale = np.abs(w).max(axis=1, initial=0).astype(np.float32) / np.float32(127)
+    safe = np.where(scale == 0, np.float32(1), scale)
+    q = np.rint(np.clip(w / safe[:, None], np.float32(-127), np.float32(127)))
+    return q.astype(np.int8), scale
+
+
+def _inverse(s: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", over="ignore"):
+        inv = np.float32(1) / s
+    return np.where(np.isfinite(inv), inv, np.float32(0))
+
+
+def _round_int4(w: np.ndarray, inv: np.ndarray) -> np.ndarray:
+    return np.rint(np.clip(w * inv, np.float32(-8), np.float32(7)))
+
+
+def _group_scale(w: np.ndarray) -> np.ndarray:
+    """Rows of one group -> the candidate scale of least squared error, bf16-valued f32."""
+    rows = np.arange(len(w))
+    peak = w[rows, np.abs(w).argmax(axis=1)]
+    best = least = np.zeros(len(w), np.float32)
+    for i, d in enumerate(DIVISORS):
+        s = np.where(peak == 0, np.float32(0), bf16_values(bf16_bits(peak / np.float32(d))))
+        inv = _inverse(s)
+        error = np.zeros(len(w), np.float32)
+        for k in range(w.shape[1]):
+            e = w[:, k] - _round_int4(w[:, k], inv) * s
+            error = error + e * e
+        better = np.ones(len(w), bool) if i == 0 else error < least
+        best, least = np.where(better, s, best), np.where(better, error, least)
+    return best.astype(np.float32)
+
+
+def quantize_int4(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows -> int4 values (as int8) and bf16-valued f32 scales [rows, groups]."""
+    q = np.zeros(w.shape, np.int8)
+    scales = []
+    for k in range(0, w.shape[1], group):
+        part = w[:, k : k + group]
+        s = _group_scale(part)
+        q[:, k : k + group] = _round_int4(part, _inverse(s)[:, None])
+        scales.append(s)
+    return q, np.stack(scales, axis=1)
+
+
+def _blocks(values: np.ndarray, step: int) -> np.ndarray:
+    """[rows, cols] in packed row order -> [tiles, blocks, 16, step]."""
+    rows, cols = values.shape
+    return values.reshape(rows // TILE_ROWS, TILE_ROWS, cols // step, step).transpose(0, 2, 1, 3)
+
+
+def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False) -> np.ndarray:
+    """Packs one f32 matrix; returns its bytes (uint8, `stride` long)."""
+    w = np.asarray(w, np.float32)
+    lay = Layout(format, *w.shape, group, gate_up)
+    if not np.isfinite(w).all():
+        raise ValueError("weights must be finite")
+    order = lay.row_order()
+    padded = np.zeros((len(order), lay.kpad), np.float32)
+    padded[order >= 0, : lay.cols] = w[order[order >= 0]]
+    out = np.zeros(lay.stride, np.uint8)
+    scales = np.zeros(0, np.uint8)
+    if format == "f32":
+        data = _blocks(padded, 1)
+    elif format == "bf16":
+        data = _blocks(bf16_bits(padded), 2)
+    elif format == "int8":
+        q, s = quantize_int8(padded)
+        data, scales = _blocks(q, 4), s
+    else:
+        q, s = quantize_int4(padded, group)
+        u = _blocks((q + 8).astype(np.uint8), 8)
+        data = u[..., :4] | (u[..., 4:] << 4)
+        scales = bf16_bits(s).reshape(lay.tiles, TILE_ROWS, lay.groups).transpose(0, 2, 1)
+    out[: lay.data_nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+    if lay.scale_nbytes:
+        flat = np.ascontiguousarray(scales).view(np.uint8).reshape(-1)
+        out[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes] = flat
+    return out
+
+
+def to_float(format: str, data: np.ndarray, rows: int, cols: int, group: int = 0, gate_up: bool = False) -> np.ndarray:
+    """Bytes of one packed matrix -> f32 [rows, cols]."""
+    lay = Layout(format, rows, cols, group, gate_up)
+    raw = np.ascontiguousarray(data[: lay.data_nbytes])
+    scale_bytes = np.ascontiguousarray(data[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes])
+    step = STEP[format]
+    shape = (lay.tiles, lay.kpad // step, TILE_ROWS, step)
+    if format == "f32":
+        blocks = raw.view(np.float32).reshape(shape)
+    elif format == "bf16":
+        blocks = bf16_values(raw.view(np.uint16)).reshape(shape)
+    elif format == "int8":
+        blocks = raw.view(np.int8).astype(np.float32).reshape(shape)
+    else:
+        bytes4 = raw.reshape(*shape[:3], 4)
+        blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(np.float32) - np.float32(8)
+    values = blocks.transpose(0, 2, 1, 3).reshape(lay.tiles * TILE_ROWS, lay.kpad)
+    if format == "int8":
+        values = values * scale_bytes.view(np.float32)[:, None]
+    if format == "int4":
+        s = bf16_values(scale_bytes.view(np.uint16)).reshape(lay.tiles, lay.groups, TILE_ROWS).transpose(0, 2, 1)
+        per_column = np.repeat(s.reshape(-1, lay.groups), group, axis=1)[:, : lay.kpad]
+        values = values * per_column
+    out = np.zeros((rows, cols), np.float32)
+    order = lay.row_order()
+    out[order[order >= 0]] = values[order >= 0, :cols]
+    return out
