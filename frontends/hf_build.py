@@ -1,0 +1,161 @@
+"""A meta-device twin of a model to trace: from a loaded model, a config, or a checkpoint folder."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktgraph.frontends.errors import UnsupportedModelError
+
+Source = PreTrainedModel | PreTrainedConfig | str | Path
+
+
+@dataclass
+class Twin:
+    """A model without weights; `buffers` holds the few values that no checkpoint has."""
+
+    model: PreTrainedModel
+    buffers: dict[str, Tensor]
+    stored: dict[str, torch.dtype]  # dtype of each parameter and buffer before any override
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+
+def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
+    """The twin of `source`, computing in `dtype` (default: the model's own).
+
+    A loaded model is neither changed nor copied: its structure is, with parameters on meta.
+    """
+    if isinstance(source, PreTrainedModel):
+        return _twin_of_model(source, dtype)
+    config = source if isinstance(source, PreTrainedConfig) else load_config(source)
+    return _twin_of_config(copy.deepcopy(config), dtype)
+
+
+def load_config(folder: str | Path) -> PreTrainedConfig:
+    """The config of a checkpoint folder; errors say what is missing."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "nothing"
+        raise UnsupportedModelError(
+            f"{folder}: expected a checkpoint folder (config.json and *.safetensors), found {kind}"
+        )
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"{folder}: no config.json in it; a checkpoint folder has one beside its weights. "
+            "For a .gguf file give the path of the file itself"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModelError(_bad_config(folder, error)) from error
+
+
+def _bad_config(folder: Path, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
+        f"{reason[:300]}. Check `model_type`; a newer transformers may know it"
+    )
+
+
+def _twin_of_config(config: PreTrainedConfig, dtype: torch.dtype | None) -> Twin:
+    own = getattr(config, "dtype", None)
+    own = own if isinstance(own, torch.dtype) else dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=own)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UnsupportedModelError(
+            f"{type(config).__name__} (architectures: {config.architectures}): no causal language "
+            f"model can be built from it: {type(error).__name__}: {reason[:300]}"
+        ) from error
+    cast_meta(model, own)
+    return _finish(model, {}, dtype)
+
+
+def _twin_of_model(model: PreTrainedModel, dtype: torch.dtype | None) -> Twin:
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+    buffers = {name: b for name, b in model.named_buffers() if not b.is_meta}
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    twin = copy.deepcopy(model, memo)
+    return _finish(twin, buffers, dtype)
+
+
+def twin_like(twin: Twin, config: PreTrainedConfig) -> Twin:
+    """A twin of the same class and dtypes as `twin`, with another config."""
+    with torch.device("meta"):
+        model = type(twin.model)._from_config(config, dtype=twin.model.dtype)
+    kinds = {_any_layer(name): p.dtype for name, p in twin.model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = p.data.to(kinds.get(_any_layer(name), p.dtype))
+    other = _finish(model, {}, None)
+    stored = {_any_layer(name): dtype for name, dtype in twin.stored.items()}
+    other.stored = {name: stored.get(_any_layer(name), d) for name, d in other.stored.items()}
+    return other
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name)
+
+
+def _finish(model: PreTrainedModel, known: dict[str, Tensor], dtype: torch.dtype | None) -> Twin:
+    model.eval().requires_grad_(False)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    stored = {name: t.dtype for name, t in tensors}
+    if dtype is not None:
+        cast_meta(model, dtype)
+    buffers = real_buffers(model, known)
+    return Twin(model, buffers, stored)
+
+
+def cast_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Change the dtype of a meta model as `from_pretrained` would: some tensors stay float32."""
+    keep = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, p in model.named_parameters():
+        if p.is_floating_point():
+            kept = any(re.search(rf"(^|\.){re.escape(k)}(\.|$)", name) for k in keep)
+            p.data = p.data.to(wide if kept else dtype)
+
+
+def real_buffers(model: nn.Module, known: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of the non-persistent buffers: those given, else of the module built again on CPU."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        names = [n for n in module._buffers if n in module._non_persistent_buffers_set]
+        missing = [n for n in names if f"{path}.{n}" not in known]
+        fresh = _rebuild(path, module)._buffers if missing else {}
+        for name in names:
+            value = known.get(f"{path}.{name}", fresh.get(name))
+            if value is not None:
+                found[f"{path}.{name}"] = value.detach().cpu()
+    return found
+
+
+def _rebuild(path: str, module: nn.Module) -> nn.Module:
+    config = getattr(module, "config", None)
+    try:
+        with torch.device("cpu"):
+            return type(module)(config)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{path} ({type(module).__name__}) holds buffers that are in no checkpoint and cannot "
+            f"be built again from the config ({type(error).__name__}: {error}); give the loaded "
+            "model itself instead of its folder"
+        ) from error

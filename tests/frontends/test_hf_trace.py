@@ -1,0 +1,186 @@
+"""trace_hf: the module computes what the model computes, and is rolled, named and readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from ktgraph.frontends import leaf_ops
+from ktgraph.frontends.hf import HfTrace, trace_hf, trace_hf_full
+from ktgraph.frontends.hf_build import build_twin
+from ktgraph.frontends.hf_export import export_step
+from ktgraph.ir import StateType, TensorType, parse_module
+from ktgraph.ir.literals import literals
+from ktgraph.ir.verify import verify
+from ktgraph.weights.sources import RandomSource, SafetensorsSource
+
+FAMILIES = ("deepseek_v2", "deepseek_v2_grouped", "qwen3_moe")
+OTHERS = ("deepseek_v3", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "llama")
+CHUNKS = ([11], [7, 1, 1, 1, 1], [4, 5, 2])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def traced(request: pytest.FixtureRequest, kit: Any) -> tuple[Any, HfTrace]:
+    model = kit.build(request.param)
+    return model, trace_hf_full(model)
+
+
+def test_module_equals_eager_model(traced: tuple[Any, HfTrace], kit: Any) -> None:
+    """Prefill, decode and chunked prefill, for one and for three sequences."""
+    model, trace = traced
+    for rows in (1, 3):
+        ids = torch.randint(3, 96, (rows, 11))
+        want = kit.eager(model, ids)
+        for chunks in CHUNKS:
+            got = kit.run(trace.module, kit.source(model), ids, chunks)
+            assert kit.nmse(got, want) < 1e-12
+
+
+def test_text_round_trip(traced: tuple[Any, HfTrace]) -> None:
+    text = str(traced[1].module)
+    again = parse_module(text)
+    verify(again)
+    assert str(again) == text
+
+
+def test_layers_are_rolled_and_leaves_found(traced: tuple[Any, HfTrace]) -> None:
+    model, trace = traced
+    repeats = [op for op in trace.module.functions["main"].body.ops if op.body is not None]
+    lo = 1 if "deepseek" in model.config.model_type else 0
+    assert [(r.int_attr("lo"), r.int_attr("hi")) for r in repeats] == [(lo, 2)]
+    names = {op.name for op in trace.module.walk()}
+    assert {"nn.rope", "kv.append", "moe.route", "moe.experts", "nn.rms_norm"} <= names
+    assert "tensor.permute" not in names  # transposes around attention cancel
+    assert trace.report.kept == {}
+
+
+def test_state_is_what_the_model_caches(traced: tuple[Any, HfTrace]) -> None:
+    model, trace = traced
+    type = trace.module.functions["main"].args[2].type
+    assert isinstance(type, StateType)
+    rows = {"deepseek_v2": ("[C, 1, 20]", "[C, 1, 8]"), "qwen3_moe": ("[C, 2, 12]",) * 2}
+    want = tuple("f32" + r for r in rows[model.config.model_type])
+    assert tuple(map(str, type.parts)) == want
+
+
+def test_dims_are_named_and_rebind(traced: tuple[Any, HfTrace], kit: Any) -> None:
+    """name-dims understands every literal; the named module runs at other sizes."""
+    from ktgraph.passes.name_dims import NameDims
+
+    class Notes:
+        def note(self, text: str) -> None:
+            pytest.fail(text)
+
+    module = traced[1].module.clone()
+    assert len(module.witnesses) == 2
+    NameDims().run(module, Notes())  # pyright: ignore[reportArgumentType]
+    verify(module)
+    assert all(n < 8 for n in literals(module))
+    small = module.rebind(D=32, VOC=50, E=8, F=16)
+    verify(small)
+    ids = torch.randint(3, 50, (2, 5))
+    out = kit.run(small, RandomSource(small, seed=1), ids, [4, 1], torch.float64)
+    assert out.shape == (2, 5, 50)
+    assert bool(out.isfinite().all())
+
+
+def test_float64_agrees_with_the_exported_graph(kit: Any) -> None:
+    """In float64 the import loses nothing: errors are those of summation order alone."""
+    model = kit.build("qwen3_moe")
+    twin = build_twin(model)
+    program = export_step(twin).program
+    names = {**program.graph_signature.inputs_to_parameters}
+    names |= program.graph_signature.inputs_to_buffers
+    source = kit.source(model)
+    values = {n: source.get(f.removeprefix("model.")).double() for n, f in names.items()}
+    ids = torch.randint(3, 96, (2, 9))
+    positions = torch.arange(9)[None].repeat(2, 1)
+    user = iter([ids, positions, torch.zeros(2, 9, dtype=torch.int32)])
+    holders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+    args = [values[n] if n in values else next(user) for n in holders]
+    with leaf_ops.eager_cache(), torch.no_grad():
+        want = torch.fx.Interpreter(program.graph_module).run(*args)[0]
+    module = trace_hf_full(model, witnesses=False).module
+    got = kit.run(module, source, ids, [9], torch.float64)
+    assert kit.nmse(got, want) < 1e-20
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str, kit: Any) -> None:
+    """They share transformers' registries with the two families above."""
+    model = kit.build(name)
+    trace = trace_hf_full(model, witnesses=False)
+    ids = torch.randint(3, 96, (2, 11))
+    got = kit.run(trace.module, kit.source(model), ids, [6, 1, 4])
+    assert kit.nmse(got, kit.eager(model, ids)) < 1e-12
+    assert trace.report.kept == {}
+
+
+def test_bfloat16_model(kit: Any) -> None:
+    model = kit.build("qwen3_moe", torch.bfloat16)
+    module = trace_hf_full(model, witnesses=False).module
+    assert str(module.weights["lm_head"].type) == "bf16[96, 64]"
+    ids = torch.randint(3, 96, (2, 7))
+    got = kit.run(module, kit.source(model), ids, [5, 1, 1])
+    assert got.dtype == torch.bfloat16
+    # routing may flip on rounding: compare with what eager in bfloat16 loses itself
+    want = kit.eager(kit.build("qwen3_moe").eval(), ids)
+    assert kit.nmse(got, want) < 10 * kit.nmse(kit.eager(model, ids), want) + 1e-3
+
+
+def test_computing_wider_than_stored(kit: Any) -> None:
+    """A bfloat16 model traced in float32 keeps its weights as they lie."""
+    model = kit.build("deepseek_v2", torch.bfloat16)
+    module = trace_hf_full(model, torch.float32, witnesses=False).module
+    assert str(module.weights["lm_head"].type) == "f32[96, 64]<bf16>"
+    types = [r.type for op in module.walk() for r in op.results]
+    assert {t.dtype for t in types if isinstance(t, TensorType)} == {"f32", "i32"}
+
+
+def test_tied_embeddings_are_one_weight(kit: Any) -> None:
+    module = trace_hf_full(kit.build("llama"), witnesses=False).module
+    assert "lm_head" not in module.weights
+    last = module.functions["main"].body.ops[-1]
+    assert (last.name, str(last.operands[1])) == ("nn.linear", "@embed_tokens")
+
+
+def test_folder_config_and_model_give_one_module(tmp_path: Path, kit: Any) -> None:
+    model = kit.build("deepseek_v2")
+    model.save_pretrained(tmp_path)
+    by_model = trace_hf_full(model, witnesses=False).module
+    by_folder = trace_hf_full(tmp_path, witnesses=False)
+    by_config = trace_hf_full(model.config, witnesses=False).module
+    assert str(by_folder.module) == str(by_model) == str(by_config)
+    ids = torch.randint(3, 96, (1, 6))
+    got = kit.run(by_folder.module, SafetensorsSource(tmp_path), ids, [6])
+    assert kit.nmse(got, kit.eager(model, ids)) < 1e-12
+
+
+def test_large_config_is_traced_without_weights() -> None:
+    """Full DeepSeek-V2 widths, few layers: shapes only, on the meta device."""
+    config = tf.DeepseekV2Config(
+        vocab_size=102400, hidden_size=5120, intermediate_size=12288, num_hidden_layers=3,
+        moe_intermediate_size=1536, num_attention_heads=128, num_key_value_heads=128,
+        n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, q_lora_rank=1536,
+        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        topk_method="group_limited_greedy", n_group=8, topk_group=3, first_k_dense_replace=1,
+        routed_scaling_factor=16.0,
+    )  # fmt: skip
+    module = trace_hf_full(config, torch.bfloat16, witnesses=False).module
+    experts = module.weights["layers[].mlp.experts.gate_up_proj"]
+    assert str(experts.type) == "bf16[160, 3072, 5120]"
+    assert (
+        str(module.weights["layers[].mlp.gate"].type) == "f32[160, 5120]"
+    )  # kept wide, as HF does
+    routes = [op for op in module.walk() if op.name == "moe.route"]
+    assert str(routes[0].attrs["scale"]) == "16.0"
+
+
+def test_example_model(tiny_qwen: Path) -> None:
+    module = trace_hf(tiny_qwen, torch.float32)
+    assert module.dims["E"] == 12
+    assert str(module.weights["layers[].q_proj"].type) == "f32[512, 256]<bf16>"
