@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("ktgraph", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ktgraph")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write what passes make into golden files"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(min(2, os.cpu_count() or 1))
@@ -57,6 +63,12 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files (tests/golden.py) are written instead of compared."""
+    return bool(request.config.getoption("--update-golden"))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.types import BATCH, BatchType, StateType, TensorType, Type
+
+if TYPE_CHECKING:
+    from networkx import MultiDiGraph
 
 Attr = bool | float | str | Dim | tuple["Attr", ...]
 
@@ -377,6 +381,12 @@ class Module:
         from ktgraph.ir.printer import structural_text
 
         return hashlib.sha256(structural_text(self).encode()).hexdigest()[:16]
+
+    def to_networkx(self) -> MultiDiGraph[str]:
+        """The ops as a networkx graph: a node per op (device, bytes, flops), an edge per use."""
+        from ktgraph.ir.picture import to_networkx
+
+        return to_networkx(self)
 
     def rebind(self, **dims: int) -> Module:
         """A copy whose named dims have other values: the miniature that validation runs."""

@@ -7,7 +7,7 @@ float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,6 +27,10 @@ class WeightProvider(Protocol):
     def tensor(self, ref: WeightRef, index: int | None) -> torch.Tensor: ...
 
 
+# called after each op: the op, its operands, its attributes, its results
+Observer = Callable[[Op, Sequence[Any], Mapping[str, Any], Sequence[Any]], None]
+
+
 class InterpError(RuntimeError):
     """An op's reference failed or gave another type than the IR says; names the op line."""
 
@@ -35,11 +39,16 @@ class Interpreter:
     """Runs functions of a module; `dtype` overrides every float type (float64 to validate)."""
 
     def __init__(
-        self, module: Module, weights: WeightProvider, dtype: torch.dtype | None = None
+        self,
+        module: Module,
+        weights: WeightProvider,
+        dtype: torch.dtype | None = None,
+        observe: Observer | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.dtype = dtype
+        self.observe = observe
 
     def run(
         self, function: str, inputs: Sequence[Any], sizes: Mapping[str, int] | None = None
@@ -121,6 +130,8 @@ class Interpreter:
         for value, result in zip(op.results, results, strict=True):
             self._check(op, value, result, bindings)
             env[value] = result
+        if self.observe is not None:
+            self.observe(op, operands, attrs, results)
 
     def _operand(self, operand: Operand, env: dict[Value, Any], bindings: dict[str, int]) -> Any:
         if operand is None:
@@ -161,4 +172,4 @@ def evaluate_attr(value: Attr, bindings: Mapping[str, int]) -> Any:
     return value
 
 
-__all__ = ["InterpError", "Interpreter", "Type", "WeightProvider", "evaluate_attr"]
+__all__ = ["InterpError", "Interpreter", "Observer", "Type", "WeightProvider", "evaluate_attr"]

@@ -11,11 +11,13 @@ _TOKEN = re.compile(
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<value>%[A-Za-z0-9_.]+)
     |(?P<symbol>@[A-Za-z_][A-Za-z0-9_.]*(?:\[[^\]\n]*\][A-Za-z0-9_.]*)*)
+    |(?P<capture>\$[A-Za-z_][A-Za-z0-9_]*)
+    |(?P<rest>\.\.\.)
     |(?P<range>\.\.)
     |(?P<arrow>->)
     |(?P<number>-?(?:\d+\.(?!\.)\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf\b|nan\b)|\d+)
     |(?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)
-    |(?P<punct>[()\[\]{}<>,:=*+@\-])""",
+    |(?P<punct>[()\[\]{}<>,:=*+@?\-])""",
     re.VERBOSE,
 )
 
@@ -26,7 +28,8 @@ class ParseError(ValueError):
 
 @dataclass(frozen=True)
 class Token:
-    kind: str  # string value symbol range arrow number name punct end
+    # string value symbol range arrow number name punct end; capture and rest ("...") in rules only
+    kind: str
     text: str
     line: int
     column: int

@@ -14,6 +14,8 @@ from ktgraph.ops.registry import is_op, op_def
 from ktgraph.ops.signature import SignatureError
 
 _CROSSING = frozenset({"xfer.copy", "xfer.post", "xfer.await"})
+# A function attribute of `place`: its copies between devices are still to be inserted.
+COPIES, PENDING = "copies", "pending"
 _SMALLEST_LITERAL = 8  # smaller integers are ordinary numbers, not sizes someone forgot to name
 
 
@@ -231,7 +233,8 @@ class _FunctionCheck:
                 for name in sorted(unknown):
                     yield Fault(line, f"{name} in attribute {key} is no dim, sym or repeat index")
         yield from self._signature_faults(op, line)
-        yield from self._device_faults(op, line)
+        if self.func.attrs.get(COPIES) != PENDING:
+            yield from self._device_faults(op, line)
 
     def _signature_faults(self, op: Op, line: str) -> Iterator[Fault]:
         if not is_op(op.name):

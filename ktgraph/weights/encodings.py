@@ -1,0 +1,349 @@
+"""The one table of encodings: how the bytes of a weight lie, how large they are, what they mean.
+
+A plain encoding (``bf16``, ``int8``, ``int4(group=32)``) keeps rows in order.  A tile encoding
+(``tile.int8``) is what CPU kernels read: docs/layouts.md.  ``from_float`` gives the stored arrays,
+``to_float`` the f32 values that those arrays mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ktgraph.ir.parser import parse_type
+from ktgraph.ir.types import DTYPES, Encoding, TensorType
+from ktgraph.ops.tensor import torch_dtype
+
+Stored = tuple[torch.Tensor, ...]  # e.g. the integers, then their scales
+Shape = Sequence[int]
+
+
+class EncodingError(ValueError):
+    """An unknown encoding, a wrong parameter, or a shape that an encoding cannot hold."""
+
+
+@dataclass(frozen=True)
+class EncodingDef:
+    """One encoding.  `params` lists the values each parameter may have; the first is the default.
+
+    from_float takes finite values [..., rows, cols]; to_float gives f32 of the same shape.
+    """
+
+    name: str
+    doc: str
+    is_lossy: bool
+    nbytes: Callable[[Shape, Encoding], int]
+    from_float: Callable[[torch.Tensor, Encoding], Stored]
+    to_float: Callable[[Stored, Shape, Encoding], torch.Tensor]
+    params: Mapping[str, tuple[int | str, ...]]
+    block: int = 1  # elements of a row that share one scale; 0: a whole row
+
+    @property
+    def is_tile(self) -> bool:
+        return self.name.startswith("tile.")
+
+    @property
+    def is_dense(self) -> bool:
+        return self.name in DTYPES
+
+
+_TABLE: dict[str, EncodingDef] = {}
+
+
+def register_encoding(definition: EncodingDef) -> EncodingDef:
+    """Add an encoding to the table; raises ValueError for a name that is taken."""
+    if definition.name in _TABLE:
+        raise ValueError(f"encoding {definition.name} is declared twice")
+    _TABLE[definition.name] = definition
+    return definition
+
+
+def all_encodings() -> dict[str, EncodingDef]:
+    """Every encoding by name."""
+    return dict(_TABLE)
+
+
+def encoding_def(encoding: Encoding) -> EncodingDef:
+    """The table's entry; raises EncodingError for an unknown name or parameter value."""
+    found = _TABLE.get(encoding.name)
+    if found is None:
+        close = difflib.get_close_matches(encoding.name, _TABLE, n=3) or sorted(_TABLE)
+        raise EncodingError(f"unknown encoding {encoding} (did you mean {', '.join(close)}?)")
+    for key, value in encoding.params:
+        allowed = found.params.get(key)
+        if allowed is None:
+            names = ", ".join(found.params) or "none"
+            raise EncodingError(f"encoding {encoding}: unknown parameter {key} (known: {names})")
+        if value not in allowed:
+            choices = ", ".join(map(str, allowed))
+            raise EncodingError(f"encoding {encoding}: {key} must be one of {choices}")
+    return found
+
+
+def parse_encoding(text: str) -> Encoding:
+    """Read ``int4(group=64)``, with defaults filled in; raises EncodingError or ParseError."""
+    given = parse_type(f"f32[]<{text}>")
+    assert isinstance(given, TensorType)
+    assert given.encoding is not None
+    return with_defaults(given.encoding)
+
+
+def with_defaults(encoding: Encoding) -> Encoding:
+    """The encoding with every parameter in the table's order; "no" and absent are the same."""
+    found, given = encoding_def(encoding), dict(encoding.params)
+    values = {key: given.get(key, allowed[0]) for key, allowed in found.params.items()}
+    return Encoding(encoding.name, tuple((k, v) for k, v in values.items() if v != "no"))
+
+
+def nbytes(type: TensorType, bindings: Mapping[str, int]) -> int:
+    """Bytes of a tensor as it is stored."""
+    shape = [d.at(bindings) for d in type.dims]
+    return shape_nbytes(shape, type.encoding or Encoding(type.dtype))
+
+
+def shape_nbytes(shape: Shape, encoding: Encoding) -> int:
+    """Bytes of a weight of this shape; raises EncodingError when the encoding cannot hold it."""
+    return encoding_def(encoding).nbytes(shape, encoding)
+
+
+def from_float(values: torch.Tensor, encoding: Encoding) -> Stored:
+    """The stored arrays of finite float values [..., rows, cols]."""
+    found = encoding_def(encoding)
+    if not found.is_dense and not bool(values.isfinite().all()):
+        raise EncodingError(f"{encoding}: the values hold inf or NaN")
+    return found.from_float(values, encoding)
+
+
+def to_float(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    """The f32 values of stored arrays."""
+    return encoding_def(encoding).to_float(stored, shape, encoding)
+
+
+def round_trip(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """What is left of values [..., rows, cols] after storing them, in their own dtype."""
+    stored = from_float(values.float(), encoding)
+    return to_float(stored, values.shape, encoding).to(values.dtype)
+
+
+# -- dense: one element after the other, row-major ------------------------------------------------
+def _dense(dtype: str) -> EncodingDef:
+    kept = torch_dtype(dtype)
+    return EncodingDef(
+        dtype,
+        f"dense {dtype}, row-major",
+        dtype not in ("f32", "f64"),
+        lambda shape, encoding: prod(shape) * DTYPES[dtype],
+        lambda values, encoding: (values.to(kept),),
+        lambda stored, shape, encoding: stored[0].float().reshape(tuple(shape)),
+        {},
+    )
+
+
+# -- plain integers with scales -------------------------------------------------------------------
+def _matrices(values: torch.Tensor) -> torch.Tensor:
+    """[count, rows, cols] of [..., rows, cols]."""
+    if values.dim() < 2:
+        raise EncodingError(f"quantized weights have rows and columns, got {list(values.shape)}")
+    return values.reshape(-1, *values.shape[-2:])
+
+
+def quantize_matrix(matrix: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers i8[rows, cols] and f32 scales [rows, groups] of one f32 matrix (docs/layouts.md)."""
+    from ktgraph.cpu_kernels import quantize
+
+    format = encoding.name.removeprefix("tile.")
+    source = matrix.detach().float().contiguous().numpy()
+    q, scales = quantize(format, encoding.get("group"), source)
+    return torch.as_tensor(q), torch.as_tensor(scales)
+
+
+def _quantize(values: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = [quantize_matrix(m, encoding) for m in _matrices(values)]
+    lead = values.shape[:-2]
+    q, scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return q.reshape(values.shape), scales.reshape(*lead, values.shape[-2], -1)
+
+
+def _int8_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    q, scales = _quantize(values, encoding)
+    return q, scales[..., 0]
+
+
+def _int8_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    q, scales = stored
+    return (q.float() * scales[..., None]).reshape(tuple(shape))
+
+
+def _int8_nbytes(shape: Shape, encoding: Encoding) -> int:
+    return prod(shape) + 4 * prod(shape[:-1])
+
+
+def _int4_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    """Bytes hold columns 2c (low nibble) and 2c+1 (high), as q + 8; an odd end is padded by 8."""
+    q, scales = _quantize(values, encoding)
+    nibbles = (q + 8).to(torch.uint8)
+    if nibbles.shape[-1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales.to(torch.bfloat16)
+
+
+def _int4_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    packed, scales = stored
+    both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : shape[-1]]
+    per_column = scales.float().repeat_interleave(encoding.get("group"), dim=-1)
+    return ((both.float() - 8) * per_column[..., : shape[-1]]).reshape(tuple(shape))
+
+
+def _int4_nbytes(shape: Shape, encoding: Encoding) -> int:
+    rows, cols = prod(shape[:-1]), shape[-1]
+    return rows * (-(-cols // 2) + 2 * -(-cols // encoding.get("group")))
+
+
+# -- tiles: what CPU kernels read -----------------------------------------------------------------
+@dataclass(frozen=True)
+class Tile:
+    """The parameters of a tile encoding as the native packer takes them."""
+
+    format: str  # f32, bf16, int8, int4
+    group: int  # columns per int4 scale, else 0
+    gate_up: bool  # gate and up tiles alternate
+
+    @staticmethod
+    def of(encoding: Encoding | None) -> Tile | None:
+        """None when the encoding is not a tile encoding."""
+        if encoding is None or not encoding.name.startswith("tile."):
+            return None
+        gate_up = dict(encoding.params).get("gate_up") == "yes"
+        return Tile(encoding.name.removeprefix("tile."), encoding.get("group"), gate_up)
+
+    @property
+    def encoding(self) -> Encoding:
+        params: list[tuple[str, int | str]] = [("group", self.group)] if self.group else []
+        params += [("gate_up", "yes")] if self.gate_up else []
+        return Encoding(f"tile.{self.format}", tuple(params))
+
+
+def _tile(encoding: Encoding) -> Tile:
+    found = Tile.of(encoding)
+    assert found is not None
+    return found
+
+
+def _stack(shape: Shape, encoding: Encoding) -> tuple[int, int, int]:
+    """Matrices, rows, columns of a weight [rows, cols] or [..., rows, cols]."""
+    if len(shape) < 2:
+        raise EncodingError(f"{encoding} holds matrices, got the shape {list(shape)}")
+    if _tile(encoding).gate_up and shape[-2] % 2:
+        raise EncodingError(f"{encoding}: gate and up rows are as many, got {shape[-2]} rows")
+    return prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def _tile_nbytes(shape: Shape, encoding: Encoding) -> int:
+    from ktgraph.cpu_kernels.reference_layouts import Layout
+
+    count, rows, cols = _stack(shape, encoding)
+    tile = _tile(encoding)
+    return count * Layout(tile.format, rows, cols, tile.group, tile.gate_up).stride
+
+
+def empty_packed(shape: Shape, encoding: Encoding) -> torch.Tensor:
+    """Aligned bytes for a packed weight; contents unspecified until every matrix is packed."""
+    from ktgraph.cpu_kernels import empty_packed as native_empty
+
+    return torch.as_tensor(native_empty(_tile_nbytes(shape, encoding)))
+
+
+def pack_matrix(
+    packed: torch.Tensor, number: int, matrix: torch.Tensor, shape: Shape, encoding: Encoding
+) -> None:
+    """Write matrix `number` ([rows, cols], any float) of a weight of `shape` into its bytes.
+
+    An integer format quantizes here, so give the values before any quantization.
+    """
+    from ktgraph.cpu_kernels import pack_into
+
+    count, rows, cols = _stack(shape, encoding)
+    tile = _tile(encoding)
+    source = _native_source(matrix)
+    pack_into(
+        packed.data_ptr(), number, tile.format, rows, cols, tile.group, count, tile.gate_up, source
+    )
+
+
+def _native_source(matrix: torch.Tensor) -> Any:
+    kept = matrix.dtype in (torch.float32, torch.bfloat16)
+    dense = matrix.detach() if kept else matrix.detach().float()
+    return dense if dense.stride(-1) == 1 or dense.shape[-1] == 1 else dense.contiguous()
+
+
+def _tile_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    packed = empty_packed(values.shape, encoding)
+    for number, matrix in enumerate(_matrices(values)):
+        pack_matrix(packed, number, matrix, values.shape, encoding)
+    return (packed,)
+
+
+def _tile_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    from ktgraph.cpu_kernels import unpack
+
+    count, rows, cols = _stack(shape, encoding)
+    tile, at = _tile(encoding), stored[0].data_ptr()
+    found: list[np.ndarray[Any, Any]] = [
+        unpack(at, i, tile.format, rows, cols, tile.group, count, tile.gate_up)
+        for i in range(count)
+    ]
+    return torch.as_tensor(np.stack(found)).reshape(tuple(shape))
+
+
+_GROUPS: tuple[int | str, ...] = (32, 64, 128)
+_YES_NO: tuple[int | str, ...] = ("no", "yes")
+
+for _dtype in DTYPES:
+    register_encoding(_dense(_dtype))
+register_encoding(
+    EncodingDef(
+        "int8", "8-bit integers, one f32 scale per row: absmax / 127",
+        True, _int8_nbytes, _int8_from, _int8_to, {}, block=0,
+    )
+)  # fmt: skip
+register_encoding(
+    EncodingDef(
+        "int4", "4-bit integers -8..7, one bf16 scale per group of columns",
+        True, _int4_nbytes, _int4_from, _int4_to, {"group": _GROUPS}, block=32,
+    )
+)  # fmt: skip
+for _format in ("f32", "bf16", "int8", "int4"):
+    register_encoding(
+        EncodingDef(
+            f"tile.{_format}", f"{_format} in tiles of 16 rows (docs/layouts.md)",
+            _format != "f32", _tile_nbytes, _tile_from, _tile_to,
+            ({"group": _GROUPS} if _format == "int4" else {}) | {"gate_up": _YES_NO},
+        )
+    )  # fmt: skip
+
+__all__ = [
+    "Encoding",
+    "EncodingDef",
+    "EncodingError",
+    "Stored",
+    "Tile",
+    "all_encodings",
+    "empty_packed",
+    "encoding_def",
+    "from_float",
+    "nbytes",
+    "pack_matrix",
+    "parse_encoding",
+    "quantize_matrix",
+    "register_encoding",
+    "round_trip",
+    "shape_nbytes",
+    "to_float",
+    "with_defaults",
+]

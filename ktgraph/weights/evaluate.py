@@ -1,0 +1,229 @@
+"""Values of weights: sources and recipes evaluated, whole, matrix by matrix, or as stored bytes.
+
+`matrices` yields a stack of experts or heads one matrix at a time, and reads one expert at a time
+from the source, so that a checkpoint of hundreds of gigabytes never exists twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ktgraph.ir.graph import Module, Recipe, Weight, WeightRef
+from ktgraph.ir.interp import evaluate_attr
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.weights.encodings import (
+    Encoding,
+    Stored,
+    Tile,
+    empty_packed,
+    from_float,
+    pack_matrix,
+    parse_encoding,
+)
+from ktgraph.weights.recipes import recipe_def
+from ktgraph.weights.sources import WeightSource
+
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class WeightError(ValueError):
+    """A weight whose value cannot be had; the message names the weight."""
+
+
+class WeightEvaluator:
+    """Values of the weights of a module; a `WeightProvider` for the interpreter.
+
+    `dtype`: what values come in; None: each weight's own compute dtype.  `bindings`: values of the
+    dims, the module's own by default.  `lossless` skips lossy recipes, so that structure can be
+    checked apart from rounding.  At most `cache_nbytes` of evaluated values are kept.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        source: WeightSource,
+        dtype: torch.dtype | None = None,
+        bindings: Mapping[str, int] | None = None,
+        *,
+        lossless: bool = False,
+        cache_nbytes: int = 1 << 28,
+    ) -> None:
+        self.module = module
+        self.source = source
+        self.dtype = dtype
+        self.bindings = dict(module.dims if bindings is None else bindings)
+        self.lossless = lossless
+        self.cache_nbytes = cache_nbytes
+        self._cache: OrderedDict[tuple[str, int | None], torch.Tensor] = OrderedDict()
+        self._held = 0  # bytes in the cache
+
+    def tensor(self, ref: WeightRef, index: int | None = None) -> torch.Tensor:
+        """The value of a weight (member `index` of a family) in the compute dtype."""
+        key = (ref.name, index)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        value = self._value(ref, index, self._in_compute_dtype(ref))
+        self._keep(key, value)
+        return value
+
+    def matrices(self, ref: WeightRef, index: int | None = None) -> Iterator[torch.Tensor]:
+        """The matrices of a weight [..., rows, cols], each made when its turn comes."""
+        yield from self._matrices(ref, index, self._in_compute_dtype(ref))
+
+    def sample(
+        self, ref: WeightRef, index: int | None = None, most: int = 4
+    ) -> Iterator[torch.Tensor]:
+        """At most `most` of the matrices, evenly spaced; the others are not read."""
+        shape = self.shape(ref)
+        if len(shape) != 3:
+            yield from self.matrices(ref, index)
+            return
+        convert = self._in_compute_dtype(ref)
+        for entry in range(0, shape[0], -(-shape[0] // most)):
+            yield self._entry(ref, index, entry, convert)
+
+    def stored(self, ref: WeightRef, index: int | None = None) -> Stored:
+        """The arrays of the weight in its declared encoding, made from the unrounded values."""
+        type = self.module.weight_of(ref).type
+        encoding = type.encoding or Encoding(type.dtype)
+        if Tile.of(encoding) is not None:
+            return (self._packed(ref, index, encoding),)
+        inner, at = self._unencoded(ref, index)
+        return from_float(self._value(inner, at, _as_it_is), encoding)
+
+    # -- storing --------------------------------------------------------------------------------
+    def _packed(self, ref: WeightRef, index: int | None, encoding: Encoding) -> torch.Tensor:
+        shape = self.shape(ref)
+        packed = empty_packed(shape, encoding)
+        inner, at = self._unencoded(ref, index)
+        for number, matrix in enumerate(self._matrices(inner, at, _as_it_is)):
+            pack_matrix(packed, number, matrix, shape, encoding)
+        return packed
+
+    def _unencoded(self, ref: WeightRef, index: int | None) -> tuple[WeightRef, int | None]:
+        """The weight under `pack` and `quantize`, so that it is rounded once, not twice."""
+        weight, made = self._derived(ref)
+        if made is not None and made.kind == "pack":
+            wanted, at = self._argument(weight, made.args[0], index)
+            inner, under = self._derived(wanted)
+            if under is None or not _same_numbers(under, weight.type.encoding):
+                return wanted, at
+            return self._argument(inner, under.args[0], at)
+        if made is not None and made.kind == "quantize":
+            return self._argument(weight, made.args[0], index)
+        return ref, index
+
+    def _derived(self, ref: WeightRef) -> tuple[Weight, Recipe | None]:
+        weight = self.module.weight_of(ref)
+        return weight, weight.recipe
+
+    # -- values ---------------------------------------------------------------------------------
+    def shape(self, ref: WeightRef) -> list[int]:
+        """Sizes of a weight at the bindings."""
+        return [d.at(self.bindings) for d in self.module.weight_of(ref).type.dims]
+
+    def _in_compute_dtype(self, ref: WeightRef) -> _Convert:
+        wanted = self.dtype or torch_dtype(self.module.weight_of(ref).type.dtype)
+        return lambda x: x.to(wanted) if x.is_floating_point() else x
+
+    def _value(self, ref: WeightRef, index: int | None, convert: _Convert) -> torch.Tensor:
+        weight, made = self._derived(ref)
+        if made is None:
+            value = convert(self.source.get(source_name(weight, index)))
+        else:
+            refs = [self._argument(weight, arg, index) for arg in made.args]
+            value = self._apply(made, [self._value(r, i, convert) for r, i in refs])
+        return self._checked(weight, index, value, self.shape(ref))
+
+    def _matrices(
+        self, ref: WeightRef, index: int | None, convert: _Convert
+    ) -> Iterator[torch.Tensor]:
+        shape = self.shape(ref)
+        if len(shape) != 3:
+            yield from self._value(ref, index, convert).reshape(-1, *shape[-2:])
+            return
+        for entry in range(shape[0]):
+            yield self._entry(ref, index, entry, convert)
+
+    def _entry(
+        self, ref: WeightRef, index: int | None, entry: int, convert: _Convert
+    ) -> torch.Tensor:
+        """Entry `entry` of the first axis, without the others where the recipe allows it."""
+        weight, made = self._derived(ref)
+        if made is None:
+            value = convert(self.source.get(source_name(weight, index), expert=entry))
+            return self._checked(weight, index, value, self.shape(ref)[1:])
+        refs = [self._argument(weight, arg, index) for arg in made.args]
+        if made.kind == "stack":
+            return self._value(*refs[entry], convert)
+        if not recipe_def(made.kind).by_entry(self._attrs(made), weight.type.rank):
+            return self._value(ref, index, convert)[entry]
+        parts = [self._entry(r, i, entry, convert)[None] for r, i in refs]
+        return self._apply(made, parts)[0]
+
+    def _apply(self, made: Recipe, tensors: list[torch.Tensor]) -> torch.Tensor:
+        definition = recipe_def(made.kind)
+        if self.lossless and not definition.is_exact:
+            return tensors[0]
+        return definition.apply(tensors, self._attrs(made))
+
+    def _attrs(self, made: Recipe) -> dict[str, Any]:
+        return {k: evaluate_attr(v, self.bindings) for k, v in made.attrs}
+
+    def _argument(
+        self, owner: Weight, arg: WeightRef, index: int | None
+    ) -> tuple[WeightRef, int | None]:
+        """A recipe's argument and which member of its family is meant."""
+        if arg.index is None:
+            return arg, None
+        here = {} if index is None else {owner.var: index}
+        return arg, arg.index.at({**self.bindings, **here})
+
+    def _checked(
+        self, weight: Weight, index: int | None, value: torch.Tensor, shape: list[int]
+    ) -> torch.Tensor:
+        if list(value.shape) != shape:
+            member = "" if index is None else f" (member {index})"
+            raise WeightError(
+                f"@{weight.name}{member} is {weight.type} = {shape}, its "
+                f"{'recipe' if weight.recipe else 'source'} gives {list(value.shape)}"
+            )
+        return value
+
+    def _keep(self, key: tuple[str, int | None], value: torch.Tensor) -> None:
+        self._cache[key] = value
+        self._held += value.nbytes
+        while self._held > self.cache_nbytes:
+            self._held -= self._cache.popitem(last=False)[1].nbytes
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _same_numbers(made: Recipe, encoding: Encoding | None) -> bool:
+    """Whether a `quantize` below a `pack` makes the very numbers that the tiles hold."""
+    tile = Tile.of(encoding)
+    if made.kind != "quantize" or tile is None:
+        return False
+    inner = parse_encoding(str(made.get("encoding")))
+    return (inner.name, inner.get("group")) == (tile.format, tile.group)
+
+
+def source_name(weight: Weight, index: int | None) -> str:
+    """The checkpoint's name of a weight, or of member `index` of a family."""
+    if weight.source is None:
+        raise WeightError(f"@{weight.name} has neither a source nor a recipe")
+    if not weight.is_family:
+        return weight.source
+    if index is None:
+        raise WeightError(f"@{weight.name} is a family: say which member")
+    return weight.source.replace("{" + weight.var + "}", str(index))
+
+
+__all__ = ["WeightError", "WeightEvaluator", "source_name"]

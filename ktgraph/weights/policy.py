@@ -1,0 +1,251 @@
+"""Quantization policies: which weight gets which encoding, as one line of text.
+
+    int8                               every linear and expert weight, one scale per row
+    int4(group=32)                     groups of 32; the output head gets int8
+    experts=int4(group=64),*=int8      regular expressions of weight names as the IR prints them (or
+                                       of weights they are made from); the first match wins
+    lm_head=keep,budget=0.01           "keep" leaves a weight; "budget" picks the cheapest encoding
+                                       whose measured NMSE stays inside, weight by weight
+
+Never quantized: routers and other gates, norms, biases, embeddings, and MLA's kv_b with its halves
+(a group along its latent axis would lie across the absorbed matrices' rows).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ktgraph.errors import KtgraphError
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.graph import Module, Op, WeightRef
+from ktgraph.ir.lexer import ParseError
+from ktgraph.ir.types import Encoding
+from ktgraph.pass_options import PipelineError, split_top
+from ktgraph.weights.encodings import EncodingError, encoding_def, parse_encoding
+
+# Cheapest first; a budget takes the first that fits.
+LADDER = tuple(map(parse_encoding, ("int4(group=128)", "int4(group=64)", "int4(group=32)", "int8")))
+_HEAD_INT8 = parse_encoding("int8")
+
+# Operands that are matrices applied to activations: the only ones that are ever quantized.
+_MATRICES = {
+    "nn.linear": (1,),
+    "nn.swiglu": (1, 2),
+    "moe.experts": (3, 4),
+    "moe.grouped_mlp": (3, 4),
+}
+_STORED = "already stored as"
+_HALVES = ("mla_key_half", "mla_value_half")
+
+
+class PolicyError(KtgraphError, ValueError):
+    """A policy that cannot be read or that names nothing; the message lists what there is."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A weight and the ops that apply it as a matrix; `kept` says why it must stay as it is."""
+
+    name: str
+    ops: tuple[tuple[Op, int], ...]  # with the operand's position
+    kept: str
+    is_head: bool
+    names: tuple[str, ...]  # its own and its ancestors', for patterns
+
+    @property
+    def ref(self) -> WeightRef:
+        op, position = self.ops[0]
+        return op.weight(position)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy says about one weight: an encoding, None to keep it, or a budget."""
+
+    use: Use
+    encoding: Encoding | None
+    budget: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A parsed policy; `rules` are (pattern, encoding or None for keep)."""
+
+    text: str
+    rules: tuple[tuple[str, Encoding | None], ...]
+    budget: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Read a policy; raises PolicyError showing the part that is wrong."""
+        rules: list[tuple[str, Encoding | None]] = []
+        budget: float | None = None
+        for item in _items(text):
+            pattern, value = _split_item(item)
+            if pattern == "budget":
+                budget = _budget(text, value)
+                continue
+            rules.append((_pattern(text, pattern), _encoding(text, value)))
+        return Policy(text, tuple(rules), budget)
+
+    def decide(self, module: Module) -> list[Decision]:
+        """A decision for every matrix; raises PolicyError for a pattern that matches none."""
+        uses = find_uses(module)
+        self._check_patterns(uses)
+        return [self._decide(use) for use in uses]
+
+    def _decide(self, use: Use) -> Decision:
+        if use.kept:
+            return Decision(use, None, None, use.kept)
+        for pattern, encoding in self.rules:
+            if not _matches(pattern, use):
+                continue
+            if pattern == "*" and use.is_head and _is_int4(encoding):
+                return Decision(use, _HEAD_INT8, None, "the output head gets int8 under int4")
+            return Decision(use, encoding, None, "" if encoding else f"{pattern}=keep")
+        if self.budget is not None:
+            return Decision(use, None, self.budget, "")
+        return Decision(use, None, None, "no pattern matches")
+
+    def _check_patterns(self, uses: Sequence[Use]) -> None:
+        for pattern, encoding in self.rules:
+            found = [u for u in uses if _matches(pattern, u)]
+            open_ones = [u for u in found if not u.kept or u.kept.startswith(_STORED)]
+            if pattern == "*" or open_ones or (found and encoding is None):
+                continue
+            if found:
+                shown = ", ".join(f"@{u.name} ({u.kept})" for u in found[:3])
+                raise PolicyError(
+                    f"quantize {self.text!r}: the pattern {pattern!r} matches only weights that "
+                    f"are never quantized: {shown}"
+                )
+            raise PolicyError(_nothing(self.text, pattern, uses))
+
+
+def _items(text: str) -> list[str]:
+    try:
+        items = [i for i in split_top(text) if i]
+    except PipelineError as error:
+        raise PolicyError(f"quantize {text!r}: {error}") from None
+    if not items:
+        raise PolicyError('quantize: the policy is empty; write e.g. "int8" or "int4(group=32)"')
+    return items
+
+
+def _split_item(item: str) -> tuple[str, str]:
+    """``pattern=encoding``; an encoding alone is for every weight."""
+    *head, last = split_top(item, "=")
+    return ("=".join(head), last) if head else ("*", last)
+
+
+def _budget(text: str, value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise PolicyError(f"quantize {text!r}: budget is an NMSE between 0 and 1, got {value!r}")
+    return found
+
+
+def _pattern(text: str, pattern: str) -> str:
+    if pattern == "*":
+        return pattern
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PolicyError(f"quantize {text!r}: {pattern!r} is no pattern: {error}") from None
+    return pattern
+
+
+def _encoding(text: str, value: str) -> Encoding | None:
+    if value == "keep":
+        return None
+    try:
+        found = parse_encoding(value)
+    except (EncodingError, ParseError) as error:
+        raise PolicyError(f"quantize {text!r}: {error}") from None
+    if encoding_def(found).block == 1:
+        raise PolicyError(
+            f"quantize {text!r}: {value} is no quantized encoding; "
+            f"write one of {', '.join(map(str, LADDER))}, or keep"
+        )
+    return found
+
+
+def _is_int4(encoding: Encoding | None) -> bool:
+    return encoding is not None and encoding.name == "int4"
+
+
+def _matches(pattern: str, use: Use) -> bool:
+    return pattern == "*" or any(re.search(pattern, name) for name in use.names)
+
+
+def _nothing(text: str, pattern: str, uses: Sequence[Use]) -> str:
+    names = sorted({n for u in uses if not u.kept for n in u.names})
+    short = {n.rpartition(".")[2]: n for n in reversed(names)}
+    close = difflib.get_close_matches(pattern, [*names, *short], n=3, cutoff=0.4)
+    shown = list(dict.fromkeys(short.get(c, c) for c in close)) or names[:8]
+    return (
+        f"quantize {text!r}: the pattern {pattern!r} matches no weight; "
+        f"close names: {', '.join('@' + n for n in shown)}"
+    )
+
+
+# -- the weights of a module ----------------------------------------------------------------------
+def find_uses(module: Module) -> list[Use]:
+    """Weights that ops apply as matrices, in order of first use."""
+    places: dict[str, list[tuple[Op, int]]] = {}
+    for op in module.walk():
+        for position in _MATRICES.get(op.name, ()):
+            operand = op.operand(position)
+            if isinstance(operand, WeightRef):
+                places.setdefault(operand.name, []).append((op, position))
+    latent = _latent_weights(module)
+    return [_use(module, name, tuple(ops), latent) for name, ops in places.items()]
+
+
+def _use(module: Module, name: str, ops: tuple[tuple[Op, int], ...], latent: frozenset[str]) -> Use:
+    names = tuple(_names(module, name))
+    is_head = module.weights[name].type.dims[-2] == Dim.of("VOC") or _is_returned(module, ops)
+    return Use(name, ops, _kept(module, name, latent), is_head, names)
+
+
+def _names(module: Module, name: str) -> Iterator[str]:
+    weight = module.weights[name]
+    yield name
+    for ref in weight.recipe.args if weight.recipe else ():
+        yield from _names(module, ref.name)
+
+
+def _kept(module: Module, name: str, latent: frozenset[str]) -> str:
+    type = module.weights[name].type
+    if name in latent:
+        return "kv_b and its halves stay as stored"
+    if type.dims[-2] in (Dim.of("E"), Dim.of(1)):
+        return "a router or gate"
+    if type.encoding is not None and not encoding_def(type.encoding).is_dense:
+        return f"{_STORED} {type.encoding}"
+    return ""
+
+
+def _latent_weights(module: Module) -> frozenset[str]:
+    """kv_b of every layer, and what is made from it."""
+    roots = {op.weight(4).name for op in module.walk() if op.name == "mla.attend_expanded"}
+    made = {
+        w.name: w.recipe for w in module.weights.values() if w.recipe and w.recipe.kind in _HALVES
+    }
+    roots |= {ref.name for recipe in made.values() for ref in recipe.args}
+    return frozenset(roots | made.keys())
+
+
+def _is_returned(module: Module, ops: Sequence[tuple[Op, int]]) -> bool:
+    """Whether the op's result is what its function returns."""
+    return any(op.result in module.function_of(op).body.returns for op, _ in ops)
+
+
+__all__ = ["LADDER", "Decision", "Policy", "PolicyError", "Use", "find_uses"]

@@ -1,0 +1,106 @@
+"""pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
+
+Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
+bf16, int4 keeps its groups.  Gate and up rows of one MLP alternate by tile.  Tables, norms and
+router gates stay dense, and so does whatever runs on another device.
+
+Before:  %q = nn.linear %h, @q_proj.q                         @q_proj.q : f32[H*A, D]<int8>
+After:   %q = nn.linear %h, @q_proj.q.p    @q_proj.q.p : f32[H*A, D]<tile.int8> = pack(@q_proj.q)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ktgraph.ir.graph import Module, Op, WeightRef
+from ktgraph.ir.types import Encoding
+from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
+from ktgraph.rewrite import derived_weight, reference
+from ktgraph.weights.encodings import Tile, nbytes
+
+_RULE = "pack-weights"
+
+# op -> operand positions that CPU kernels read in tiles, and whether gate and up tiles alternate
+_PACKED: dict[str, dict[int, bool]] = {
+    "nn.linear": {1: False},
+    "nn.batched_linear": {1: False},
+    "nn.swiglu": {1: True, 2: False},
+    "moe.grouped_mlp": {3: True, 4: False},
+    "mla.attend_expanded": {4: False},
+}
+_FORMATS = {"f32": "f32", "f16": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+
+
+@register_pass
+@dataclass(frozen=True)
+class PackWeights(Pass):
+    """Give CPU ops their matrices in tiles."""
+
+    name: ClassVar[str] = "pack-weights"
+    numerics: ClassVar[Numerics] = exact()
+    required: ClassVar[bool] = True
+
+    def run(self, module: Module, ctx: PassContext) -> None:
+        packed: set[str] = set()
+        for op in module.walk():
+            if not _runs_on_cpu(module, op):
+                continue
+            for position, gate_up in _PACKED.get(op.name, {}).items():
+                packed |= _pack(module, ctx, op, position, gate_up)
+        _note_doubles(module, ctx, packed)
+
+
+def _runs_on_cpu(module: Module, op: Op) -> bool:
+    device = next((r.type.device for r in op.results), None) or module.home or "cpu"
+    return device.split(":")[0] == "cpu"
+
+
+def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool) -> set[str]:
+    """Let the op read the packed twin; returns the name of the weight that was packed."""
+    ref = op.operand(position)
+    if not isinstance(ref, WeightRef):
+        ctx.refused(_RULE, op, f"operand {position} is computed, not stored")
+        return set()
+    type = module.weight_of(ref).type
+    tile = _tile(type.encoding or Encoding(type.dtype), gate_up)
+    if tile is None:
+        if Tile.of(type.encoding) is None:
+            ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
+        return set()
+    leaf = ref.name.rpartition(".")[2] + ".p"
+    attrs = {"encoding": str(tile.encoding)}
+    made = derived_weight(module, [ref], leaf, "pack", type.encoded(tile.encoding), attrs)
+    if made.name not in module.weights:
+        module.add_weight(made)
+    op.set_operand(position, reference(made, [ref]))
+    return {ref.name}
+
+
+def _tile(stored: Encoding, gate_up: bool) -> Tile | None:
+    """The tile format that holds the same values, None when there is none."""
+    format = _FORMATS.get(stored.name)
+    return None if format is None else Tile(format, stored.get("group"), gate_up)
+
+
+def _note_doubles(module: Module, ctx: PassContext, packed: set[str]) -> None:
+    """Weights that another op still reads as they were lie in memory twice."""
+    twice = {name for p in packed for name in _with_origin(module, p)}
+    readers: dict[str, Op] = {}
+    for op in module.walk():
+        readers.update({ref.name: op for ref in op.weights if ref.name in twice})
+    for name, op in readers.items():
+        weight = module.weights[name]
+        size = nbytes(weight.type, module.dims) * weight.members
+        ctx.note(f"@{name} is kept packed and as it was ({size / 1e6:.4g} MB): {op.name} reads it")
+
+
+def _with_origin(module: Module, name: str) -> list[str]:
+    """The weight, and what it was quantized from."""
+    made = module.weights[name].recipe
+    if made is None or made.kind != "quantize":
+        return [name]
+    return [name, made.args[0].name]
+
+
+__all__ = ["PackWeights"]

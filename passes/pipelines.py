@@ -1,0 +1,13 @@
+"""Named pipelines: pipeline strings by name (`ktgraph/pipeline.py` says how they are written)."""
+
+from __future__ import annotations
+
+PIPELINES: dict[str, str] = {
+    "default": (
+        "name-dims,canonicalize,flatten-tokens,specialize-phases,mla-absorb,merge-linears,"
+        "moe-group,fuse-norms,fuse-rope-kv,place,quantize,insert-copies,overlap,pack-weights,"
+        "plan-memory,lower"
+    ),
+}
+
+__all__ = ["PIPELINES"]

@@ -1,0 +1,210 @@
+"""quantize: store matrices in fewer bits (weight-only), by a policy, with the error measured.
+
+Decode reads every weight once per token, so its speed is bytes; int8 keeps one scale per row, int4
+one per group of columns.  Each quantized weight is a derived one, so the lossy step is visible:
+
+Before:  %q = nn.linear %h, @layers[i].q_proj : f32[T, H*A]
+After:   %q = nn.linear %h, @layers[i].q_proj.q : f32[T, H*A]
+         weight @layers[i in 0..3].q_proj.q : f32[H*A, D]<int8> = quantize(@layers[i].q_proj) {…}
+
+Policies: ktgraph/weights/policy.py.  With weights at hand the report holds, per weight, the NMSE of
+the weight and of its output on normal inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ktgraph.ir.graph import Module, WeightRef
+from ktgraph.ir.types import Encoding, TensorType
+from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass, requant
+from ktgraph.rewrite import derived_weight, reference
+from ktgraph.weights.encodings import nbytes, round_trip, with_defaults
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.policy import LADDER, Decision, Policy, PolicyError, Use
+
+_RULE = "quantize"
+_MATRICES, _ROWS, _INPUTS = 4, 512, 32  # measured: matrices of a stack, rows of each, inputs
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """NMSE of a weight and of its outputs, the largest over the matrices measured."""
+
+    weight: float
+    output: float
+
+
+@register_pass
+@dataclass(frozen=True)
+class Quantize(Pass):
+    """Quantize weights by a policy; without one the module stays as it is."""
+
+    name: ClassVar[str] = "quantize"
+    # Loose: rounding that flips a router's choice replaces a token's output.  Structure is compared
+    # without the rounding, and the report bounds it weight by weight.
+    numerics: ClassVar[Numerics] = requant(1.0)
+
+    policy: str | None = None  # e.g. int8, int4(group=32), experts=int4(group=64),*=int8
+
+    def numerics_for(self, module: Module) -> Numerics:
+        """Exact when the module holds nothing quantized after the run."""
+        made = [w.recipe for w in module.weights.values() if w.recipe is not None]
+        return self.numerics if any(r.kind == "quantize" for r in made) else exact()
+
+    def run(self, module: Module, ctx: PassContext) -> None:
+        text = self.policy or ctx.options.quantize
+        if text is None:
+            return
+        if ctx.options.exact:
+            raise PolicyError(
+                f"quantize {text!r}: the option exact=True refuses lossy steps; leave one out"
+            )
+        policy = Policy.parse(text)
+        if policy.budget is not None and ctx.source is None:
+            raise PolicyError(f"quantize {text!r}: a budget is measured and needs the weights")
+        meter = _Meter(module, ctx)
+        rows = [row for d in policy.decide(module) for row in _apply(module, d, ctx, meter)]
+        _write_report(ctx, text, rows)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the report; a kept weight has no encoding and says why."""
+
+    weight: str
+    encoding: str
+    before: int  # bytes
+    after: int
+    errors: _Errors | None
+    reason: str
+
+
+def _apply(module: Module, decision: Decision, ctx: PassContext, meter: _Meter) -> Iterator[_Row]:
+    use = decision.use
+    encoding, reason = decision.encoding, decision.reason
+    if decision.budget is not None:
+        encoding, reason = meter.cheapest(use.ref, decision.budget)
+    before = module.weights[use.name].type
+    size = nbytes(before, module.dims)
+    if encoding is None:
+        ctx.refused(_RULE, use.ops[0][0], f"@{use.name} is kept: {reason}")
+        yield _Row(use.name, "keep", size, size, None, reason)
+        return
+    if not ctx.may_rewrite(_RULE, use.ops[0][0]):
+        return
+    after = nbytes(before.encoded(encoding), module.dims)
+    for name, errors in meter.members(use.ref, encoding):
+        yield _Row(name, str(encoding), size, after, errors, reason)
+    _rewrite(module, use, before, encoding)
+
+
+def _rewrite(module: Module, use: Use, before: TensorType, encoding: Encoding) -> None:
+    leaf = use.name.rpartition(".")[2] + ".q"
+    attrs, type = {"encoding": str(encoding)}, before.encoded(encoding)
+    for op, position in use.ops:
+        ref = op.weight(position)
+        made = derived_weight(module, [ref], leaf, "quantize", type, attrs)
+        if made.name not in module.weights:
+            module.add_weight(made)
+        op.set_operand(position, reference(made, [ref]))
+
+
+class _Meter:
+    """Errors of encodings on the real weights; measures nothing when there are none."""
+
+    def __init__(self, module: Module, ctx: PassContext) -> None:
+        self.module = module
+        self.values = None
+        if ctx.source is not None:
+            self.values = WeightEvaluator(module, ctx.source, torch.float32)
+
+    def members(self, ref: WeightRef, encoding: Encoding) -> Iterator[tuple[str, _Errors | None]]:
+        """Every member of a family by name, with its errors."""
+        for index in self._indices(ref):
+            errors = None
+            if self.values is not None:
+                errors = self._measure(self.values, ref, index, encoding)
+            yield _member_name(ref, index), errors
+
+    def cheapest(self, ref: WeightRef, budget: float) -> tuple[Encoding | None, str]:
+        """The first encoding of the ladder whose errors stay inside the budget everywhere."""
+        worst: list[float] = []
+        for encoding in map(with_defaults, LADDER):
+            errors = [e for _, e in self.members(ref, encoding) if e is not None]
+            worst.append(max(max(e.weight, e.output) for e in errors))
+            if worst[-1] <= budget:
+                return encoding, f"NMSE {worst[-1]:.2g} is inside the budget {budget:g}"
+        return None, f"int8 has NMSE {worst[-1]:.2g}, the budget is {budget:g}"
+
+    def _indices(self, ref: WeightRef) -> Sequence[int | None]:
+        weight = self.module.weight_of(ref)
+        return range(weight.lo, weight.hi + 1) if weight.is_family else (None,)
+
+    def _measure(
+        self, values: WeightEvaluator, ref: WeightRef, index: int | None, encoding: Encoding
+    ) -> _Errors:
+        found = [_compare(m, encoding) for m in values.sample(ref, index, _MATRICES)]
+        return _Errors(max(e.weight for e in found), max(e.output for e in found))
+
+
+def _compare(matrix: torch.Tensor, encoding: Encoding) -> _Errors:
+    """Errors of evenly spaced rows of one matrix [rows, cols]."""
+    rows = matrix[:: -(-matrix.shape[0] // _ROWS)].float()
+    rounded = round_trip(rows, encoding)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(rows.shape[1], _INPUTS, generator=rng)
+    return _Errors(_nmse(rounded, rows), _nmse(rounded @ x, rows @ x))
+
+
+def _nmse(got: torch.Tensor, want: torch.Tensor) -> float:
+    size = float(want.double().square().sum())
+    return float((got - want).double().square().sum()) / size if size else 0.0
+
+
+def _member_name(ref: WeightRef, index: int | None) -> str:
+    return ref.name if index is None else ref.name.replace("[]", f"[{index}]", 1)
+
+
+# -- report ---------------------------------------------------------------------------------------
+def _write_report(ctx: PassContext, text: str, rows: Sequence[_Row]) -> None:
+    changed = [r for r in rows if r.encoding != "keep"]
+    before, after = sum(r.before for r in changed), sum(r.after for r in changed)
+    ctx.note(
+        f"policy {text}: {len(changed)} matrices or stacks, {before / 1e6:.4g} MB -> "
+        f"{after / 1e6:.4g} MB; {len(rows) - len(changed)} kept"
+    )
+    heads = [r for r in changed if r.reason.startswith("the output head")]
+    for row in heads:
+        ctx.note(f"@{row.weight}: int8, {row.reason}")
+    measured = [r for r in changed if r.errors is not None]
+    if measured:
+        worst = max(measured, key=lambda r: r.errors.output if r.errors else 0.0)
+        assert worst.errors is not None
+        ctx.note(f"largest output NMSE {worst.errors.output:.3g}: @{worst.weight}")
+    ctx.artifacts["quantize.txt"] = _table(text, rows)
+
+
+def _table(text: str, rows: Sequence[_Row]) -> str:
+    width = max((len(r.weight) for r in rows), default=6) + 1
+    head = f"{'weight':{width}}  {'encoding':16}  {'MB before':>10}  {'MB after':>10}"
+    lines = [f"policy {text}", f"{head}  {'weight NMSE':>11}  {'output NMSE':>11}  note"]
+    lines += [_line(row, width) for row in rows]
+    sampled = f"NMSE over at most {_MATRICES} matrices of a stack, {_ROWS} rows of each"
+    return "\n".join([*lines, f"{sampled}, {_INPUTS} normal inputs"]) + "\n"
+
+
+def _line(row: _Row, width: int) -> str:
+    shown = ("-", "-")
+    if row.errors is not None:
+        shown = (f"{row.errors.weight:.3g}", f"{row.errors.output:.3g}")
+    sizes = f"{row.before / 1e6:10.4g}  {row.after / 1e6:10.4g}"
+    line = f"{'@' + row.weight:{width}}  {row.encoding:16}  {sizes}  {shown[0]:>11}  {shown[1]:>11}"
+    return f"{line}  {row.reason}".rstrip()
+
+
+__all__ = ["Quantize"]
