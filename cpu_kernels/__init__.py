@@ -1,11 +1,13 @@
 """Native CPU kernels: an engine of pinned threads that runs whole plans, and packed weights.
 
-Layouts are in ``docs/layouts.md``; what each kernel takes is in ``kernels()``.  Pointers go in as integers, so
-whoever owns the memory (torch, numpy, a mapped file) must keep it alive while a plan may run.
+Layouts are in ``docs/layouts.md``; what each kernel takes is in ``kernels()``.  Pointers go in as
+integers, so whoever owns the memory (torch, numpy, a mapped file) must keep it alive while a plan
+may run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "pack_into",
     "packed_nbytes",
     "quantize",
+    "self_check",
     "unpack",
 ]
 
@@ -43,6 +46,13 @@ def load_native() -> Any:
             f"({e}). Build them with: pip install -e .  (needs a C++20 compiler and x86-64)"
         ) from e
     return _native
+
+
+def self_check() -> list[tuple[str, Callable[[], str]]]:
+    """(name, check) for kernels on this machine; a check returns its error as text, or raises."""
+    from ktgraph.cpu_kernels.checks import checks
+
+    return checks()
 
 
 def __getattr__(name: str) -> Any:

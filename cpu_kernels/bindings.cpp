@@ -1,4 +1,5 @@
-// The Python face of the engine. Pointers come as integers; Python owns all memory and keeps it alive.
+// The Python face of the engine. Pointers come as integers; Python owns all memory and keeps it
+// alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -24,20 +25,20 @@ using namespace ktg;
 namespace {
 
 struct PyTensor {
-    TensorArg t;
+  TensorArg t;
 };
 struct PyWeight {
-    WeightArg w;
+  WeightArg w;
 };
 struct PyState {
-    StateArg s;
+  StateArg s;
 };
 struct BatchMarker {};
 
 // The batch owns copies: the engine reads them while Python may already prepare the next step.
 struct PyBatch {
-    std::vector<int> tok_seq, tok_pos, seq_start, kv_len, table, out_rows;
-    BatchArg view{};
+  std::vector<int> tok_seq, tok_pos, seq_start, kv_len, table, out_rows;
+  BatchArg view{};
 };
 
 using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
@@ -46,294 +47,361 @@ using Matrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
 [[noreturn]] void bad(const std::string& what) { throw nb::value_error(what.c_str()); }
 
 int dtype_of(const std::string& name, bool ints) {
-    if (name == "f32") return DT_F32;
-    if (name == "bf16") return DT_BF16;
-    if (ints && name == "i32") return DT_I32;
-    bad("unknown dtype '" + name + "' (f32, bf16" + (ints ? " or i32)" : ")"));
+  if (name == "f32") return DT_F32;
+  if (name == "bf16") return DT_BF16;
+  if (ints && name == "i32") return DT_I32;
+  bad("unknown dtype '" + name + "' (f32, bf16" + (ints ? " or i32)" : ")"));
 }
 
 PyTensor make_tensor(uintptr_t ptr, const std::string& dtype, const std::vector<long>& shape,
                      std::optional<std::vector<long>> strides) {
-    PyTensor out{};
-    TensorArg& t = out.t;
-    t.data = reinterpret_cast<char*>(ptr);
-    t.dtype = dtype_of(dtype, true);
-    t.rank = int(shape.size());
-    if (t.rank < 1 || t.rank > 3) bad("Tensor: rank 1 to 3, got " + std::to_string(t.rank));
-    std::vector<long> s(t.rank, 1);
-    for (int i = t.rank - 2; i >= 0; --i) s[i] = s[i + 1] * shape[i + 1];
-    if (strides) s = *strides;
-    if (long(s.size()) != t.rank) bad("Tensor: as many strides as axes");
-    // The last axis lies densely, except where there is only the token axis.
-    const bool tokens_only = t.rank == 1 && shape[0] < 0;
-    if (s.back() != 1 && !tokens_only && shape.back() != 1) bad("Tensor: the last stride must be 1, got " + std::to_string(s.back()));
-    for (int i = 0; i < t.rank; ++i) {
-        if (shape[i] < (i == 0 ? kAxisRows : 1)) bad("Tensor: axis " + std::to_string(i) + " has size " + std::to_string(shape[i]));
-        t.dim[i] = shape[i];
-        if (i < 2) t.stride[i] = s[i];
-    }
-    return out;
+  PyTensor out{};
+  TensorArg& t = out.t;
+  t.data = reinterpret_cast<char*>(ptr);
+  t.dtype = dtype_of(dtype, true);
+  t.rank = int(shape.size());
+  if (t.rank < 1 || t.rank > 3) bad("Tensor: rank 1 to 3, got " + std::to_string(t.rank));
+  std::vector<long> s(t.rank, 1);
+  for (int i = t.rank - 2; i >= 0; --i) s[i] = s[i + 1] * shape[i + 1];
+  if (strides) s = *strides;
+  if (long(s.size()) != t.rank) bad("Tensor: as many strides as axes");
+  // The last axis lies densely, except where there is only the token axis.
+  const bool tokens_only = t.rank == 1 && shape[0] < 0;
+  if (s.back() != 1 && !tokens_only && shape.back() != 1)
+    bad("Tensor: the last stride must be 1, got " + std::to_string(s.back()));
+  for (int i = 0; i < t.rank; ++i) {
+    if (shape[i] < (i == 0 ? kAxisRows : 1))
+      bad("Tensor: axis " + std::to_string(i) + " has size " + std::to_string(shape[i]));
+    t.dim[i] = shape[i];
+    if (i < 2) t.stride[i] = s[i];
+  }
+  return out;
 }
 
-WeightArg describe(const std::string& format, long rows, long cols, long count, long group, bool gate_up) {
-    WeightArg w;
-    if (const char* error = describe_weight(format.c_str(), rows, cols, count, group, gate_up, &w))
-        bad("weight [" + std::to_string(rows) + ", " + std::to_string(cols) + "] " + format + ": " + error);
-    return w;
+WeightArg describe(const std::string& format, long rows, long cols, long count, long group,
+                   bool gate_up) {
+  WeightArg w;
+  if (const char* error = describe_weight(format.c_str(), rows, cols, count, group, gate_up, &w))
+    bad("weight [" + std::to_string(rows) + ", " + std::to_string(cols) + "] " + format + ": " +
+        error);
+  return w;
 }
 
-PyWeight make_weight(const std::string& format, long rows, long cols, long count, long group, bool gate_up, uintptr_t data,
-                     long nbytes) {
-    PyWeight out{describe(format, rows, cols, count, group, gate_up)};
-    out.w.data = reinterpret_cast<const char*>(data);
-    if (data % 64) bad("Weight: data must be 64-byte aligned");
-    if (nbytes < out.w.stride * count)
-        bad("Weight: " + std::to_string(nbytes) + " bytes given, the packed stack has " + std::to_string(out.w.stride * count));
-    return out;
+PyWeight make_weight(const std::string& format, long rows, long cols, long count, long group,
+                     bool gate_up, uintptr_t data, long nbytes) {
+  PyWeight out{describe(format, rows, cols, count, group, gate_up)};
+  out.w.data = reinterpret_cast<const char*>(data);
+  if (data % 64) bad("Weight: data must be 64-byte aligned");
+  if (nbytes < out.w.stride * count)
+    bad("Weight: " + std::to_string(nbytes) + " bytes given, the packed stack has " +
+        std::to_string(out.w.stride * count));
+  return out;
 }
 
-PyState make_state(const std::string& dtype, long layers, long pages, long page_size, const std::vector<long>& part_rows,
-                   const std::vector<uintptr_t>& parts) {
-    PyState out{};
-    StateArg& s = out.s;
-    if (part_rows.empty() || part_rows.size() > 2 || part_rows.size() != parts.size()) bad("State: one or two parts, with a row width each");
-    if (layers < 1 || pages < 1 || page_size < 1) bad("State: layers, pages and page_size must be positive");
-    s.dtype = dtype_of(dtype, false);
-    s.parts = int(parts.size());
-    s.layers = layers, s.pages = pages, s.page_size = page_size;
-    for (int i = 0; i < s.parts; ++i) s.row[i] = part_rows[i], s.data[i] = reinterpret_cast<char*>(parts[i]);
-    return out;
+PyState make_state(const std::string& dtype, long layers, long pages, long page_size,
+                   const std::vector<long>& part_rows, const std::vector<uintptr_t>& parts) {
+  PyState out{};
+  StateArg& s = out.s;
+  if (part_rows.empty() || part_rows.size() > 2 || part_rows.size() != parts.size())
+    bad("State: one or two parts, with a row width each");
+  if (layers < 1 || pages < 1 || page_size < 1)
+    bad("State: layers, pages and page_size must be positive");
+  s.dtype = dtype_of(dtype, false);
+  s.parts = int(parts.size());
+  s.layers = layers, s.pages = pages, s.page_size = page_size;
+  for (int i = 0; i < s.parts; ++i)
+    s.row[i] = part_rows[i], s.data[i] = reinterpret_cast<char*>(parts[i]);
+  return out;
 }
 
 std::vector<int> ints(const Ints& a, const char* name, size_t rank) {
-    if (a.ndim() != rank) bad(std::string("Batch.set: ") + name + " must have " + std::to_string(rank) + " axes");
-    return std::vector<int>(a.data(), a.data() + a.size());
+  if (a.ndim() != rank)
+    bad(std::string("Batch.set: ") + name + " must have " + std::to_string(rank) + " axes");
+  return std::vector<int>(a.data(), a.data() + a.size());
 }
 
 void check(const PyBatch& b) {
-    const BatchArg& v = b.view;
-    const auto text = [](long n) { return std::to_string(n); };
-    if (long(b.tok_pos.size()) != v.tokens) bad("Batch.set: tok_pos and tok_seq differ in length");
-    if (long(b.seq_start.size()) != v.sequences + 1) bad("Batch.set: seq_start must have one entry more than kv_len");
-    if (v.sequences && (b.seq_start.front() != 0 || b.seq_start.back() != v.tokens)) bad("Batch.set: seq_start must go from 0 to the number of tokens");
-    for (long s = 0; s < v.sequences; ++s) {
-        if (b.seq_start[s] > b.seq_start[s + 1]) bad("Batch.set: seq_start must not decrease");
-        if (b.kv_len[s] < 0) bad("Batch.set: kv_len of sequence " + text(s) + " is negative");
-        for (long t = b.seq_start[s]; t < b.seq_start[s + 1]; ++t) {
-            if (b.tok_seq[t] != s) bad("Batch.set: token " + text(t) + " belongs to sequence " + text(s) + " by seq_start, to " + text(b.tok_seq[t]) + " by tok_seq");
-            if (b.tok_pos[t] < 0 || b.tok_pos[t] >= b.kv_len[s])
-                bad("Batch.set: token " + text(t) + " is at position " + text(b.tok_pos[t]) + ", its sequence has kv_len " + text(b.kv_len[s]));
-        }
+  const BatchArg& v = b.view;
+  const auto text = [](long n) { return std::to_string(n); };
+  if (long(b.tok_pos.size()) != v.tokens) bad("Batch.set: tok_pos and tok_seq differ in length");
+  if (long(b.seq_start.size()) != v.sequences + 1)
+    bad("Batch.set: seq_start must have one entry more than kv_len");
+  if (v.sequences && (b.seq_start.front() != 0 || b.seq_start.back() != v.tokens))
+    bad("Batch.set: seq_start must go from 0 to the number of tokens");
+  for (long s = 0; s < v.sequences; ++s) {
+    if (b.seq_start[s] > b.seq_start[s + 1]) bad("Batch.set: seq_start must not decrease");
+    if (b.kv_len[s] < 0) bad("Batch.set: kv_len of sequence " + text(s) + " is negative");
+    for (long t = b.seq_start[s]; t < b.seq_start[s + 1]; ++t) {
+      if (b.tok_seq[t] != s)
+        bad("Batch.set: token " + text(t) + " belongs to sequence " + text(s) +
+            " by seq_start, to " + text(b.tok_seq[t]) + " by tok_seq");
+      if (b.tok_pos[t] < 0 || b.tok_pos[t] >= b.kv_len[s])
+        bad("Batch.set: token " + text(t) + " is at position " + text(b.tok_pos[t]) +
+            ", its sequence has kv_len " + text(b.kv_len[s]));
     }
+  }
 }
 
-void set_batch(PyBatch& b, const Ints& tok_seq, const Ints& tok_pos, const Ints& seq_start, const Ints& kv_len,
-               const Ints& block_table, const Ints& out_rows) {
-    PyBatch n;
-    n.tok_seq = ints(tok_seq, "tok_seq", 1), n.tok_pos = ints(tok_pos, "tok_pos", 1);
-    n.seq_start = ints(seq_start, "seq_start", 1), n.kv_len = ints(kv_len, "kv_len", 1);
-    n.table = ints(block_table, "block_table", 2), n.out_rows = ints(out_rows, "out_rows", 1);
-    if (block_table.shape(0) < n.kv_len.size()) bad("Batch.set: block_table must have a row per sequence");
-    n.view = {long(n.tok_seq.size()), long(n.kv_len.size()), long(block_table.shape(1)), long(n.out_rows.size()),
-              nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-    check(n);
-    b = std::move(n);
-    BatchArg& v = b.view;
-    v.tok_seq = b.tok_seq.data(), v.tok_pos = b.tok_pos.data(), v.seq_start = b.seq_start.data();
-    v.kv_len = b.kv_len.data(), v.block_table = b.table.data(), v.out_rows = b.out_rows.data();
+void set_batch(PyBatch& b, const Ints& tok_seq, const Ints& tok_pos, const Ints& seq_start,
+               const Ints& kv_len, const Ints& block_table, const Ints& out_rows) {
+  PyBatch n;
+  n.tok_seq = ints(tok_seq, "tok_seq", 1), n.tok_pos = ints(tok_pos, "tok_pos", 1);
+  n.seq_start = ints(seq_start, "seq_start", 1), n.kv_len = ints(kv_len, "kv_len", 1);
+  n.table = ints(block_table, "block_table", 2), n.out_rows = ints(out_rows, "out_rows", 1);
+  if (block_table.shape(0) < n.kv_len.size())
+    bad("Batch.set: block_table must have a row per sequence");
+  n.view = {long(n.tok_seq.size()),
+            long(n.kv_len.size()),
+            long(block_table.shape(1)),
+            long(n.out_rows.size()),
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr};
+  check(n);
+  b = std::move(n);
+  BatchArg& v = b.view;
+  v.tok_seq = b.tok_seq.data(), v.tok_pos = b.tok_pos.data(), v.seq_start = b.seq_start.data();
+  v.kv_len = b.kv_len.data(), v.block_table = b.table.data(), v.out_rows = b.out_rows.data();
 }
 
 Operand operand_of(nb::handle h) {
-    Operand o{};
-    if (h.is_none()) o.kind = KIND_NONE;
-    else if (nb::isinstance<PyTensor>(h)) o.kind = KIND_TENSOR, o.t = nb::cast<PyTensor&>(h).t;
-    else if (nb::isinstance<PyWeight>(h)) o.kind = KIND_WEIGHT, o.w = nb::cast<PyWeight&>(h).w;
-    else if (nb::isinstance<PyState>(h)) o.kind = KIND_STATE, o.s = nb::cast<PyState&>(h).s;
-    else if (nb::isinstance<BatchMarker>(h)) o.kind = KIND_BATCH;
-    else throw nb::type_error("Plan.add: an operand must be Tensor, Weight, State, BATCH or None");
-    return o;
+  Operand o{};
+  if (h.is_none())
+    o.kind = KIND_NONE;
+  else if (nb::isinstance<PyTensor>(h))
+    o.kind = KIND_TENSOR, o.t = nb::cast<PyTensor&>(h).t;
+  else if (nb::isinstance<PyWeight>(h))
+    o.kind = KIND_WEIGHT, o.w = nb::cast<PyWeight&>(h).w;
+  else if (nb::isinstance<PyState>(h))
+    o.kind = KIND_STATE, o.s = nb::cast<PyState&>(h).s;
+  else if (nb::isinstance<BatchMarker>(h))
+    o.kind = KIND_BATCH;
+  else
+    throw nb::type_error("Plan.add: an operand must be Tensor, Weight, State, BATCH or None");
+  return o;
 }
 
 AttrValue attr_of(nb::handle h, const std::string& name) {
-    if (PyBool_Check(h.ptr())) return nb::cast<bool>(h);
-    if (PyLong_Check(h.ptr())) return nb::cast<long>(h);
-    if (PyFloat_Check(h.ptr())) return nb::cast<double>(h);
-    if (PyUnicode_Check(h.ptr())) return nb::cast<std::string>(h);
-    throw nb::type_error(("Plan.add: attribute " + name + " must be an int, float, bool or str").c_str());
+  if (PyBool_Check(h.ptr())) return nb::cast<bool>(h);
+  if (PyLong_Check(h.ptr())) return nb::cast<long>(h);
+  if (PyFloat_Check(h.ptr())) return nb::cast<double>(h);
+  if (PyUnicode_Check(h.ptr())) return nb::cast<std::string>(h);
+  throw nb::type_error(
+      ("Plan.add: attribute " + name + " must be an int, float, bool or str").c_str());
 }
 
 int add_step(Program& p, const std::string& kernel, nb::list operands, nb::dict attrs) {
-    std::vector<Operand> ops;
-    for (nb::handle h : operands) ops.push_back(operand_of(h));
-    std::map<std::string, AttrValue> values;
-    for (auto [key, value] : attrs) {
-        const std::string name = nb::cast<std::string>(key);
-        values[name] = attr_of(value, name);
-    }
-    return p.add(kernel, ops, values);
+  std::vector<Operand> ops;
+  for (nb::handle h : operands) ops.push_back(operand_of(h));
+  std::map<std::string, AttrValue> values;
+  for (auto [key, value] : attrs) {
+    const std::string name = nb::cast<std::string>(key);
+    values[name] = attr_of(value, name);
+  }
+  return p.add(kernel, ops, values);
 }
 
 void run_plan(Program& p, long tokens, long rows, const PyBatch* batch) {
-    const BatchArg* view = batch ? &batch->view : nullptr;
-    nb::gil_scoped_release release;
-    p.run(tokens, rows, view, nullptr);
+  const BatchArg* view = batch ? &batch->view : nullptr;
+  nb::gil_scoped_release release;
+  p.run(tokens, rows, view, nullptr);
 }
 
 std::vector<double> time_plan(Program& p, long tokens, long rows, const PyBatch* batch) {
-    std::vector<double> seconds(p.size() + 1);
-    const BatchArg* view = batch ? &batch->view : nullptr;
-    {
-        nb::gil_scoped_release release;
-        p.run(tokens, rows, view, seconds.data());
-    }
-    seconds.pop_back();
-    return seconds;
+  std::vector<double> seconds(p.size() + 1);
+  const BatchArg* view = batch ? &batch->view : nullptr;
+  {
+    nb::gil_scoped_release release;
+    p.run(tokens, rows, view, seconds.data());
+  }
+  seconds.pop_back();
+  return seconds;
 }
 
 // A dense [rows, cols] matrix: an array (numpy f32, torch f32 or bf16) or a Tensor.
 Source source_of(nb::handle h) {
-    if (nb::isinstance<PyTensor>(h)) {
-        const TensorArg& t = nb::cast<PyTensor&>(h).t;
-        if (t.rank != 2 || t.dim[0] < 0 || t.dtype == DT_I32) bad("pack: the source must be f32 or bf16 [rows, cols]");
-        return {t.data, t.dtype, t.dim[0], t.dim[1], t.stride[0]};
-    }
-    const Matrix a = nb::cast<Matrix>(h);
-    const auto type = a.dtype();
-    const bool bf16 = type.code == uint8_t(nb::dlpack::dtype_code::Bfloat) && type.bits == 16;
-    if (!bf16 && type != nb::dtype<float>()) bad("pack: the source must be f32 or bf16");
-    if (a.stride(1) != 1 && a.shape(1) != 1) bad("pack: the source's last stride must be 1");
-    return {static_cast<const char*>(a.data()), bf16 ? DT_BF16 : DT_F32, long(a.shape(0)), long(a.shape(1)), a.stride(0)};
+  if (nb::isinstance<PyTensor>(h)) {
+    const TensorArg& t = nb::cast<PyTensor&>(h).t;
+    if (t.rank != 2 || t.dim[0] < 0 || t.dtype == DT_I32)
+      bad("pack: the source must be f32 or bf16 [rows, cols]");
+    return {t.data, t.dtype, t.dim[0], t.dim[1], t.stride[0]};
+  }
+  const Matrix a = nb::cast<Matrix>(h);
+  const auto type = a.dtype();
+  const bool bf16 = type.code == uint8_t(nb::dlpack::dtype_code::Bfloat) && type.bits == 16;
+  if (!bf16 && type != nb::dtype<float>()) bad("pack: the source must be f32 or bf16");
+  if (a.stride(1) != 1 && a.shape(1) != 1) bad("pack: the source's last stride must be 1");
+  return {static_cast<const char*>(a.data()), bf16 ? DT_BF16 : DT_F32, long(a.shape(0)),
+          long(a.shape(1)), a.stride(0)};
 }
 
 const IsaTable& pack_isa(const std::string& isa) { return choose_isa(isa); }
 
-void pack_into(uintptr_t dst, long index, const std::string& format, long rows, long cols, long group, long count,
-               bool gate_up, nb::handle src, const std::string& isa) {
-    const WeightArg w = describe(format, rows, cols, count, group, gate_up);
-    const Source source = source_of(src);
-    const IsaTable& table = pack_isa(isa);
-    nb::gil_scoped_release release;
-    pack_matrix(table, w, reinterpret_cast<char*>(dst), index, source);
+void pack_into(uintptr_t dst, long index, const std::string& format, long rows, long cols,
+               long group, long count, bool gate_up, nb::handle src, const std::string& isa) {
+  const WeightArg w = describe(format, rows, cols, count, group, gate_up);
+  const Source source = source_of(src);
+  const IsaTable& table = pack_isa(isa);
+  nb::gil_scoped_release release;
+  pack_matrix(table, w, reinterpret_cast<char*>(dst), index, source);
 }
 
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(size_t rows, size_t cols, T** data) {
-    *data = new T[rows * cols];
-    nb::capsule owner(*data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return nb::ndarray<nb::numpy, T, nb::ndim<2>>(*data, {rows, cols}, owner);
+  *data = new T[rows * cols];
+  nb::capsule owner(*data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<2>>(*data, {rows, cols}, owner);
 }
 
 auto quantize(const std::string& format, long group, nb::handle src) {
-    const Source source = source_of(src);
-    const WeightArg w = describe(format, source.rows, source.cols, 1, group, false);
-    if (w.format != FMT_INT8 && w.format != FMT_INT4) bad("quantize: int8 or int4");
-    std::unique_ptr<char, void (*)(void*)> bytes(static_cast<char*>(std::aligned_alloc(64, w.stride)), std::free);
-    pack_matrix(pack_isa(""), w, bytes.get(), 0, source);
-    int8_t* q;
-    float* scales;
-    auto out = std::make_pair(new_array(w.rows, w.cols, &q), new_array(w.rows, w.group ? w.groups : 1, &scales));
-    read_quantized(w, bytes.get(), 0, q, scales);
-    return out;
+  const Source source = source_of(src);
+  const WeightArg w = describe(format, source.rows, source.cols, 1, group, false);
+  if (w.format != FMT_INT8 && w.format != FMT_INT4) bad("quantize: int8 or int4");
+  std::unique_ptr<char, void (*)(void*)> bytes(static_cast<char*>(std::aligned_alloc(64, w.stride)),
+                                               std::free);
+  pack_matrix(pack_isa(""), w, bytes.get(), 0, source);
+  int8_t* q;
+  float* scales;
+  auto out = std::make_pair(new_array(w.rows, w.cols, &q),
+                            new_array(w.rows, w.group ? w.groups : 1, &scales));
+  read_quantized(w, bytes.get(), 0, q, scales);
+  return out;
 }
 
-auto unpack(uintptr_t src, long index, const std::string& format, long rows, long cols, long group, long count, bool gate_up) {
-    const WeightArg w = describe(format, rows, cols, count, group, gate_up);
-    if (index < 0 || index >= count) bad("unpack: index outside the stack");
-    float* dst;
-    auto out = new_array(rows, cols, &dst);
-    unpack_matrix(w, reinterpret_cast<const char*>(src), index, dst);
-    return out;
+auto unpack(uintptr_t src, long index, const std::string& format, long rows, long cols, long group,
+            long count, bool gate_up) {
+  const WeightArg w = describe(format, rows, cols, count, group, gate_up);
+  if (index < 0 || index >= count) bad("unpack: index outside the stack");
+  float* dst;
+  auto out = new_array(rows, cols, &dst);
+  unpack_matrix(w, reinterpret_cast<const char*>(src), index, dst);
+  return out;
 }
 
-// Bytes for packed weights: aligned to huge pages when large, which saves many TLB misses in decode.
+// Bytes for packed weights: aligned to huge pages when large, which saves many TLB misses in
+// decode.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> empty_packed(size_t nbytes) {
-    const size_t huge = size_t(2) << 20, align = nbytes >= huge ? huge : 64;
-    const size_t padded = (nbytes + align - 1) / align * align;
-    void* p = std::aligned_alloc(align, padded ? padded : align);
-    if (!p) throw std::bad_alloc();
-    if (align == huge) madvise(p, padded, MADV_HUGEPAGE);  // a hint
-    nb::capsule owner(p, [](void* q) noexcept { std::free(q); });
-    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(p, {nbytes}, owner);
+  const size_t huge = size_t(2) << 20, align = nbytes >= huge ? huge : 64;
+  const size_t padded = (nbytes + align - 1) / align * align;
+  void* p = std::aligned_alloc(align, padded ? padded : align);
+  if (!p) throw std::bad_alloc();
+  if (align == huge) madvise(p, padded, MADV_HUGEPAGE);  // a hint
+  nb::capsule owner(p, [](void* q) noexcept { std::free(q); });
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(p, {nbytes}, owner);
 }
 
 nb::dict isa_info() {
-    const IsaInfo& info = detect_isa();
-    nb::dict out;
-    out["flags"] = info.flags;
-    out["best"] = info.best;
-    out["missing_for_next"] = info.missing;
-    std::string why;
-    try {
-        out["chosen"] = choose_isa("", &why).isa;
-    } catch (const std::exception& e) {
-        out["chosen"] = nb::none();
-        why = e.what();
-    }
-    out["why"] = why;
-    return out;
+  const IsaInfo& info = detect_isa();
+  nb::dict out;
+  out["flags"] = info.flags;
+  out["best"] = info.best;
+  out["missing_for_next"] = info.missing;
+  std::string why;
+  try {
+    out["chosen"] = choose_isa("", &why).isa;
+  } catch (const std::exception& e) {
+    out["chosen"] = nb::none();
+    why = e.what();
+  }
+  out["why"] = why;
+  return out;
 }
 
 std::map<std::string, std::string> kernels() {
-    std::map<std::string, std::string> out;
-    for (const KernelSpec& k : kernel_specs())
-        out[k.name] = k.note + "\n  operands: " + k.signature + "\n  attributes: " + (k.attributes.empty() ? "none" : k.attributes);
-    return out;
+  std::map<std::string, std::string> out;
+  for (const KernelSpec& k : kernel_specs())
+    out[k.name] = k.note + "\n  operands: " + k.signature +
+                  "\n  attributes: " + (k.attributes.empty() ? "none" : k.attributes);
+  return out;
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "ktgraph's native CPU engine and kernels";
+  m.doc() = "ktgraph's native CPU engine and kernels";
 
-    nb::class_<PyTensor>(m, "Tensor", "A strided view; -1 (tokens) or -2 (output rows) as first size is set by each run.")
-        .def("__init__", [](PyTensor* t, uintptr_t ptr, const std::string& dtype, const std::vector<long>& shape,
-                            std::optional<std::vector<long>> strides) { new (t) PyTensor(make_tensor(ptr, dtype, shape, strides)); },
-             "ptr"_a, "dtype"_a, "shape"_a, "strides"_a = nb::none());
-    nb::class_<PyWeight>(m, "Weight", "A packed matrix, or a stack of `count`; the caller keeps the memory alive.")
-        .def("__init__", [](PyWeight* w, const std::string& format, long rows, long cols, long count, long group, bool gate_up,
-                            uintptr_t data, long nbytes) {
+  nb::class_<PyTensor>(
+      m, "Tensor",
+      "A strided view; -1 (tokens) or -2 (output rows) as first size is set by each run.")
+      .def(
+          "__init__",
+          [](PyTensor* t, uintptr_t ptr, const std::string& dtype, const std::vector<long>& shape,
+             std::optional<std::vector<long>> strides) {
+            new (t) PyTensor(make_tensor(ptr, dtype, shape, strides));
+          },
+          "ptr"_a, "dtype"_a, "shape"_a, "strides"_a = nb::none());
+  nb::class_<PyWeight>(m, "Weight",
+                       "A packed matrix, or a stack of `count`; the caller keeps the memory alive.")
+      .def(
+          "__init__",
+          [](PyWeight* w, const std::string& format, long rows, long cols, long count, long group,
+             bool gate_up, uintptr_t data, long nbytes) {
             new (w) PyWeight(make_weight(format, rows, cols, count, group, gate_up, data, nbytes));
-        }, "format"_a, "rows"_a, "cols"_a, "count"_a, "group"_a, "gate_up"_a, "data"_a, "nbytes"_a);
-    nb::class_<PyState>(m, "State", "A paged cache; each part is [layer][page][page_size][row].")
-        .def("__init__", [](PyState* s, const std::string& dtype, long layers, long pages, long page_size,
-                            const std::vector<long>& part_rows, const std::vector<uintptr_t>& parts) {
+          },
+          "format"_a, "rows"_a, "cols"_a, "count"_a, "group"_a, "gate_up"_a, "data"_a, "nbytes"_a);
+  nb::class_<PyState>(m, "State", "A paged cache; each part is [layer][page][page_size][row].")
+      .def(
+          "__init__",
+          [](PyState* s, const std::string& dtype, long layers, long pages, long page_size,
+             const std::vector<long>& part_rows, const std::vector<uintptr_t>& parts) {
             new (s) PyState(make_state(dtype, layers, pages, page_size, part_rows, parts));
-        }, "dtype"_a, "layers"_a, "pages"_a, "page_size"_a, "part_rows"_a, "parts"_a);
-    nb::class_<PyBatch>(m, "Batch", "Which token belongs to which sequence; read at run time.")
-        .def(nb::init<>())
-        .def("set", &set_batch, "tok_seq"_a, "tok_pos"_a, "seq_start"_a, "kv_len"_a, "block_table"_a, "out_rows"_a);
-    nb::class_<BatchMarker>(m, "BatchMarker");
-    m.attr("BATCH") = BatchMarker{};
+          },
+          "dtype"_a, "layers"_a, "pages"_a, "page_size"_a, "part_rows"_a, "parts"_a);
+  nb::class_<PyBatch>(m, "Batch", "Which token belongs to which sequence; read at run time.")
+      .def(nb::init<>())
+      .def("set", &set_batch, "tok_seq"_a, "tok_pos"_a, "seq_start"_a, "kv_len"_a, "block_table"_a,
+           "out_rows"_a);
+  nb::class_<BatchMarker>(m, "BatchMarker");
+  m.attr("BATCH") = BatchMarker{};
 
-    nb::class_<Engine>(m, "Engine", "Persistent threads; the caller is one of them. threads=0: one per allowed CPU.")
-        .def("__init__", [](Engine* e, int threads, std::optional<std::vector<int>> cpus, const std::string& isa) {
+  nb::class_<Engine>(
+      m, "Engine", "Persistent threads; the caller is one of them. threads=0: one per allowed CPU.")
+      .def(
+          "__init__",
+          [](Engine* e, int threads, std::optional<std::vector<int>> cpus, const std::string& isa) {
             new (e) Engine(threads, cpus.value_or(std::vector<int>{}), isa);
-        }, "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "")
-        .def_prop_ro("threads", &Engine::threads)
-        .def_prop_ro("cpus", &Engine::cpus)
-        .def_prop_ro("isa", [](const Engine& e) { return e.table().isa; });
+          },
+          "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "")
+      .def_prop_ro("threads", &Engine::threads)
+      .def_prop_ro("cpus", &Engine::cpus)
+      .def_prop_ro("isa", [](const Engine& e) { return e.table().isa; });
 
-    nb::class_<Program>(m, "Plan", "Instructions run as one region: every thread does its share of each, with barriers between.")
-        .def(nb::init<Engine&, long, long>(), "engine"_a, "max_tokens"_a = 0, "max_rows"_a = 0, nb::keep_alive<1, 2>())
-        .def("add", &add_step, "kernel"_a, "operands"_a, "attrs"_a = nb::dict(), "Checks and appends one instruction; returns its index.")
-        .def("run", &run_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none())
-        .def("run_timed", &time_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none(), "Seconds per instruction.")
-        .def("__len__", &Program::size)
-        .def("kernel", [](const Program& p, int i) {
-            if (i < 0 || i >= p.size()) throw nb::index_error();
-            return p.name(i);
-        });
+  nb::class_<Program>(
+      m, "Plan",
+      "Instructions run as one region: every thread does its share of each, with barriers between.")
+      .def(nb::init<Engine&, long, long>(), "engine"_a, "max_tokens"_a = 0, "max_rows"_a = 0,
+           nb::keep_alive<1, 2>())
+      .def("add", &add_step, "kernel"_a, "operands"_a, "attrs"_a = nb::dict(),
+           "Checks and appends one instruction; returns its index.")
+      .def("run", &run_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none())
+      .def("run_timed", &time_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none(),
+           "Seconds per instruction.")
+      .def("__len__", &Program::size)
+      .def("kernel", [](const Program& p, int i) {
+        if (i < 0 || i >= p.size()) throw nb::index_error();
+        return p.name(i);
+      });
 
-    m.def("packed_nbytes", [](const std::string& format, long rows, long cols, long group, long count, bool gate_up) {
+  m.def(
+      "packed_nbytes",
+      [](const std::string& format, long rows, long cols, long group, long count, bool gate_up) {
         const WeightArg w = describe(format, rows, cols, count, group, gate_up);
         return w.stride * w.count;
-    }, "format"_a, "rows"_a, "cols"_a, "group"_a = 0, "count"_a = 1, "gate_up"_a = false);
-    m.def("pack_into", &pack_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a, "count"_a, "gate_up"_a,
-          "src"_a, "isa"_a = "", "Packs matrix `index` of a stack; releases the GIL, so threads may pack side by side.");
-    m.def("quantize", &quantize, "format"_a, "group"_a, "src"_a, "Integers and f32 scales of a matrix.");
-    m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0, "count"_a = 1, "gate_up"_a = false);
-    m.def("empty_packed", &empty_packed, "nbytes"_a, "Aligned uint8 array for packed weights; contents unspecified.");
-    m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
-    m.def("default_cpus", &default_cpus, "CPUs an Engine uses by default.");
-    m.def("kernels", &kernels, "Kernel name -> what it does, its operands and attributes.");
+      },
+      "format"_a, "rows"_a, "cols"_a, "group"_a = 0, "count"_a = 1, "gate_up"_a = false);
+  m.def("pack_into", &pack_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
+        "count"_a, "gate_up"_a, "src"_a, "isa"_a = "",
+        "Packs matrix `index` of a stack; releases the GIL, so threads may pack side by side.");
+  m.def("quantize", &quantize, "format"_a, "group"_a, "src"_a,
+        "Integers and f32 scales of a matrix.");
+  m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0,
+        "count"_a = 1, "gate_up"_a = false);
+  m.def("empty_packed", &empty_packed, "nbytes"_a,
+        "Aligned uint8 array for packed weights; contents unspecified.");
+  m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
+  m.def("default_cpus", &default_cpus, "CPUs an Engine uses by default.");
+  m.def("kernels", &kernels, "Kernel name -> what it does, its operands and attributes.");
 }

@@ -9,77 +9,88 @@ namespace ktg {
 namespace {
 
 float widen(uint16_t v) {
-    const uint32_t bits = uint32_t(v) << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
+  const uint32_t bits = uint32_t(v) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
 }
 
 // Where a logical row lies: its tile, and its place in it.
 struct Place {
-    long tile, lane;
+  long tile, lane;
 };
 Place place_of(const WeightArg& w, long row) {
-    if (!w.gate_up) return {row / kTileRows, row % kTileRows};
-    const long half = w.rows / 2, part = row / half, in_part = row % half;
-    return {in_part / kTileRows * 2 + part, in_part % kTileRows};
+  if (!w.gate_up) return {row / kTileRows, row % kTileRows};
+  const long half = w.rows / 2, part = row / half, in_part = row % half;
+  return {in_part / kTileRows * 2 + part, in_part % kTileRows};
 }
 
 const char* block_of(const WeightArg& w, const char* matrix, Place p, long k) {
-    return matrix + p.tile * w.tile_bytes + k / w.step * kBlockBytes + 4 * p.lane;
+  return matrix + p.tile * w.tile_bytes + k / w.step * kBlockBytes + 4 * p.lane;
 }
 
 int quant_at(const WeightArg& w, const char* matrix, Place p, long k) {
-    const char* at = block_of(w, matrix, p, k);
-    if (w.format == FMT_INT8) return int8_t(at[k % 4]);
-    const uint8_t byte = uint8_t(at[k % 4]);
-    return (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
+  const char* at = block_of(w, matrix, p, k);
+  if (w.format == FMT_INT8) return int8_t(at[k % 4]);
+  const uint8_t byte = uint8_t(at[k % 4]);
+  return (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
 }
 
 float scale_at(const WeightArg& w, const char* matrix, Place p, long k) {
-    const char* scales = matrix + w.scale_offset;
-    if (w.format == FMT_INT8) return reinterpret_cast<const float*>(scales)[p.tile * kTileRows + p.lane];
-    return widen(reinterpret_cast<const uint16_t*>(scales)[(p.tile * w.groups + k / w.group) * kTileRows + p.lane]);
+  const char* scales = matrix + w.scale_offset;
+  if (w.format == FMT_INT8)
+    return reinterpret_cast<const float*>(scales)[p.tile * kTileRows + p.lane];
+  return widen(reinterpret_cast<const uint16_t*>(
+      scales)[(p.tile * w.groups + k / w.group) * kTileRows + p.lane]);
 }
 
 }  // namespace
 
-void pack_matrix(const IsaTable& isa, const WeightArg& w, char* stack, long index, const Source& src) {
-    const auto pair = [](long a, long b) { return "[" + std::to_string(a) + ", " + std::to_string(b) + "]"; };
-    if (index < 0 || index >= w.count)
-        throw std::invalid_argument("pack: index " + std::to_string(index) + " of a stack of " + std::to_string(w.count));
-    if (src.rows != w.rows || src.cols != w.cols)
-        throw std::invalid_argument("pack: the source is " + pair(src.rows, src.cols) + ", the weight " + pair(w.rows, w.cols));
-    std::vector<float> rows(16 * w.kpad + 64);
-    char* dst = stack + index * w.stride;
-    const long end = w.scale_offset + (w.format == FMT_INT8 ? w.tiles * 64 : w.groups * w.tiles * 32);
-    std::memset(dst + end, 0, w.stride - end);
-    const long bad = isa.pack({w, dst, src.data, src.dtype, src.stride, rows.data()});
-    if (bad >= 0) throw std::invalid_argument("pack: row " + std::to_string(bad) + " holds inf or NaN");
+void pack_matrix(const IsaTable& isa, const WeightArg& w, char* stack, long index,
+                 const Source& src) {
+  const auto pair = [](long a, long b) {
+    return "[" + std::to_string(a) + ", " + std::to_string(b) + "]";
+  };
+  if (index < 0 || index >= w.count)
+    throw std::invalid_argument("pack: index " + std::to_string(index) + " of a stack of " +
+                                std::to_string(w.count));
+  if (src.rows != w.rows || src.cols != w.cols)
+    throw std::invalid_argument("pack: the source is " + pair(src.rows, src.cols) +
+                                ", the weight " + pair(w.rows, w.cols));
+  std::vector<float> rows(16 * w.kpad + 64);
+  char* dst = stack + index * w.stride;
+  const long end = w.scale_offset + (w.format == FMT_INT8 ? w.tiles * 64 : w.groups * w.tiles * 32);
+  std::memset(dst + end, 0, w.stride - end);
+  const long bad = isa.pack({w, dst, src.data, src.dtype, src.stride, rows.data()});
+  if (bad >= 0)
+    throw std::invalid_argument("pack: row " + std::to_string(bad) + " holds inf or NaN");
 }
 
 void read_quantized(const WeightArg& w, const char* stack, long index, int8_t* q, float* scales) {
-    const char* matrix = stack + index * w.stride;
-    const long per_row = w.group ? w.groups : 1, span = w.group ? w.group : w.cols;
-    for (long r = 0; r < w.rows; ++r) {
-        const Place p = place_of(w, r);
-        for (long k = 0; k < w.cols; ++k) q[r * w.cols + k] = int8_t(quant_at(w, matrix, p, k));
-        for (long g = 0; g < per_row; ++g) scales[r * per_row + g] = scale_at(w, matrix, p, g * span);
-    }
+  const char* matrix = stack + index * w.stride;
+  const long per_row = w.group ? w.groups : 1, span = w.group ? w.group : w.cols;
+  for (long r = 0; r < w.rows; ++r) {
+    const Place p = place_of(w, r);
+    for (long k = 0; k < w.cols; ++k) q[r * w.cols + k] = int8_t(quant_at(w, matrix, p, k));
+    for (long g = 0; g < per_row; ++g) scales[r * per_row + g] = scale_at(w, matrix, p, g * span);
+  }
 }
 
 void unpack_matrix(const WeightArg& w, const char* stack, long index, float* dst) {
-    const char* matrix = stack + index * w.stride;
-    for (long r = 0; r < w.rows; ++r) {
-        const Place p = place_of(w, r);
-        for (long k = 0; k < w.cols; ++k) {
-            const char* at = block_of(w, matrix, p, k);
-            float& out = dst[r * w.cols + k];
-            if (w.format == FMT_F32) std::memcpy(&out, at, 4);
-            else if (w.format == FMT_BF16) out = widen(reinterpret_cast<const uint16_t*>(at)[k % 2]);
-            else out = float(quant_at(w, matrix, p, k)) * scale_at(w, matrix, p, k);
-        }
+  const char* matrix = stack + index * w.stride;
+  for (long r = 0; r < w.rows; ++r) {
+    const Place p = place_of(w, r);
+    for (long k = 0; k < w.cols; ++k) {
+      const char* at = block_of(w, matrix, p, k);
+      float& out = dst[r * w.cols + k];
+      if (w.format == FMT_F32)
+        std::memcpy(&out, at, 4);
+      else if (w.format == FMT_BF16)
+        out = widen(reinterpret_cast<const uint16_t*>(at)[k % 2]);
+      else
+        out = float(quant_at(w, matrix, p, k)) * scale_at(w, matrix, p, k);
     }
+  }
 }
 
 }  // namespace ktg

@@ -1,6 +1,6 @@
-"""Packed weight layouts in plain numpy: the specification that the C++ packer must equal byte for byte.
+"""Packed weight layouts in plain numpy: the C++ packer must give the same bytes.
 
-``docs/layouts.md`` says why.  Everything here is f32 arithmetic, one operation at a time, in a fixed order.
+``docs/layouts.md`` says why.  All arithmetic is f32, one operation at a time, in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def _up(n: int, to: int) -> int:
 def bf16_bits(x: np.ndarray) -> np.ndarray:
     """f32 -> bf16 as uint16, round to nearest even (finite values)."""
     u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return (
+        (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    ).astype(np.uint16)
 
 
 def bf16_values(bits: np.ndarray) -> np.ndarray:
@@ -44,8 +46,12 @@ class Layout:
     def __post_init__(self) -> None:
         if self.format not in STEP:
             raise ValueError(f"unknown format {self.format!r}; one of {', '.join(STEP)}")
-        if (self.format == "int4") != (self.group in GROUPS) or (self.format != "int4" and self.group):
-            raise ValueError(f"{self.format} with group {self.group}: int4 needs 32, 64 or 128, the others 0")
+        if (self.format == "int4") != (self.group in GROUPS) or (
+            self.format != "int4" and self.group
+        ):
+            raise ValueError(
+                f"{self.format} with group {self.group}: int4 needs 32, 64 or 128, the others 0"
+            )
 
     @property
     def tiles(self) -> int:
@@ -143,7 +149,8 @@ def _blocks(values: np.ndarray, step: int) -> np.ndarray:
 def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False) -> np.ndarray:
     """Packs one f32 matrix; returns its bytes (uint8, `stride` long)."""
     w = np.asarray(w, np.float32)
-    lay = Layout(format, *w.shape, group, gate_up)
+    rows, cols = w.shape
+    lay = Layout(format, rows, cols, group, gate_up)
     if not np.isfinite(w).all():
         raise ValueError("weights must be finite")
     order = lay.row_order()
@@ -170,7 +177,9 @@ def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False
     return out
 
 
-def to_float(format: str, data: np.ndarray, rows: int, cols: int, group: int = 0, gate_up: bool = False) -> np.ndarray:
+def to_float(
+    format: str, data: np.ndarray, rows: int, cols: int, group: int = 0, gate_up: bool = False
+) -> np.ndarray:
     """Bytes of one packed matrix -> f32 [rows, cols]."""
     lay = Layout(format, rows, cols, group, gate_up)
     raw = np.ascontiguousarray(data[: lay.data_nbytes])
@@ -185,12 +194,18 @@ def to_float(format: str, data: np.ndarray, rows: int, cols: int, group: int = 0
         blocks = raw.view(np.int8).astype(np.float32).reshape(shape)
     else:
         bytes4 = raw.reshape(*shape[:3], 4)
-        blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(np.float32) - np.float32(8)
+        blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(
+            np.float32
+        ) - np.float32(8)
     values = blocks.transpose(0, 2, 1, 3).reshape(lay.tiles * TILE_ROWS, lay.kpad)
     if format == "int8":
         values = values * scale_bytes.view(np.float32)[:, None]
     if format == "int4":
-        s = bf16_values(scale_bytes.view(np.uint16)).reshape(lay.tiles, lay.groups, TILE_ROWS).transpose(0, 2, 1)
+        s = (
+            bf16_values(scale_bytes.view(np.uint16))
+            .reshape(lay.tiles, lay.groups, TILE_ROWS)
+            .transpose(0, 2, 1)
+        )
         per_column = np.repeat(s.reshape(-1, lay.groups), group, axis=1)[:, : lay.kpad]
         values = values * per_column
     out = np.zeros((rows, cols), np.float32)

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktgraph.ir.dims import Dim
-from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value
-from ktgraph.ir.types import BatchType, StateType, TensorType, Type
+from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value, WeightRef
+from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import CostDims, OpDef, op_def
 from ktgraph.target import Target
 from ktgraph.weights.encodings import nbytes as encoded_nbytes
+
+Encodings = Mapping[str, Encoding]  # of weights by name
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,24 @@ class OpCost:
         """FLOP per byte."""
         return self.flops / max(self.read + self.written, 1.0)
 
-    def seconds(self, target: Target, device: str | None = None) -> float:
-        """Roofline time of one execution on a device of the target, launch included."""
-        at = target.device(device or self.device)
-        moved = (self.read + self.written) / at.bandwidth_at()
-        return max(self.flops / at.peak_for(self.dtype), moved) + at.launch
+    def seconds(
+        self, target: Target, device: str | None = None, *, fallback: bool = False
+    ) -> float:
+        """Roofline time of one execution on a device of the target, launch included.
 
-    def bound(self, target: Target, device: str | None = None) -> str:
+        A dtype for which the device has no peak raises TargetError; with `fallback` it is priced
+        as f32, which every description has.
+        """
+        at = target.device(device or self.device)
+        dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
+        moved = (self.read + self.written) / at.bandwidth_at()
+        return max(self.flops / at.peak_for(dtype), moved) + at.launch
+
+    def bound(self, target: Target, device: str | None = None, *, fallback: bool = False) -> str:
         """What limits it there: compute, memory or launch."""
         at = target.device(device or self.device)
-        compute = self.flops / at.peak_for(self.dtype)
+        dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
+        compute = self.flops / at.peak_for(dtype)
         moved = (self.read + self.written) / at.bandwidth_at()
         if at.launch >= max(compute, moved):
             return "launch"
@@ -140,10 +150,14 @@ def op_cost(
     bindings: Mapping[str, int],
     repeats: int = 1,
     home: str = "cpu",
+    encodings: Encodings | None = None,
 ) -> OpCost:
-    """The cost of one execution of an op."""
+    """The cost of one execution of an op.
+
+    `encodings`: how weights will lie once `quantize` has run, where that differs from now.
+    """
     definition = op_def(op.name)
-    sizes = [_nbytes(module, o, bindings) for o in op.operands]
+    sizes = [operand_nbytes(module, o, bindings, encodings) for o in op.operands]
     weights = sum(s for o, s in zip(op.operands, sizes, strict=True) if not isinstance(o, Value))
     dims = CostDims(_dims(module, op, definition, bindings), sizes, call.tokens, call.attend)
     read, written, flops = sum(sizes), _written(op, call, bindings), 0.0
@@ -155,11 +169,16 @@ def op_cost(
         flops = definition.flops(dims)
     device = _device(op) or module.home or home
     where = ", ".join(f"%{r.name}" for r in op.results)
-    known = definition.flops is not None or definition.is_view or op.name in _MOVERS
+    known = has_cost_rule(definition)
     dtype = _compute_dtype(op)
     return OpCost(
         op, where, repeats, device, dtype, flops, read, written, min(weights, read), known
     )
+
+
+def has_cost_rule(definition: OpDef) -> bool:
+    """Whether an op's FLOPs are known; without a rule its bytes are counted, and it is reported."""
+    return definition.flops is not None or definition.is_view or definition.name in _MOVERS
 
 
 # ops that only move bytes: no FLOPs is their rule, not a missing one
@@ -200,10 +219,20 @@ def _evaluate(dim: Dim, bindings: Mapping[str, int]) -> int | None:
         return None
 
 
-def _nbytes(module: Module, operand: Operand, bindings: Mapping[str, int]) -> float:
+def operand_nbytes(
+    module: Module,
+    operand: Operand,
+    bindings: Mapping[str, int],
+    encodings: Encodings | None = None,
+) -> float:
+    """Bytes of an operand; a weight as `encodings` says that it will lie."""
     if operand is None:
         return 0.0
-    return type_nbytes(module.type_of(operand), bindings)
+    found = module.type_of(operand)
+    if encodings and isinstance(operand, WeightRef) and operand.name in encodings:
+        assert isinstance(found, TensorType)
+        found = found.encoded(encodings[operand.name])
+    return type_nbytes(found, bindings)
 
 
 def type_nbytes(type: Type, bindings: Mapping[str, int]) -> float:

@@ -18,6 +18,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ktgraph.ir.graph import Module, Op
@@ -142,7 +143,7 @@ class Pass:
         raise NotImplementedError
 
     def numerics_for(self, module: Module) -> Numerics:
-        """The numerics of this run; passes whose options decide override it."""
+        """The numerics of a run, asked after it; passes whose options decide override it."""
         return self.numerics
 
 
@@ -174,7 +175,9 @@ def pass_class(name: str) -> type[Pass]:
 
 def all_passes() -> dict[str, type[Pass]]:
     """Every registered pass by name."""
-    import_module("ktgraph.passes")
+    package = import_module("ktgraph.passes")
+    for found in iter_modules(package.__path__):
+        import_module(f"ktgraph.passes.{found.name}")
     for entry in _entry_points():
         entry.load()
     return dict(_PASSES)

@@ -18,10 +18,11 @@ from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
 from ktgraph.ops.registry import KernelDef, Refusal, kernels_for
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
+from ktgraph.placement.lanes import op_lane
 from ktgraph.runtime.flat import FlatOp, Layouts, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, register_all
 from ktgraph.runtime.native import Trial
-from ktgraph.runtime.plan import Plan, PlanError, instructions_of
+from ktgraph.runtime.plan import Plan, PlanError, instructions_of, why_not_runnable
 
 
 @register_pass
@@ -35,7 +36,8 @@ class Lower(Pass):
         register_all()  # ops may have been declared since
         for func in module.functions.values():
             _Lowering(module, func, ctx).run()
-        ctx.artifacts["plan.txt"] = Plan.build(module).text()
+        elsewhere = why_not_runnable(module)
+        ctx.artifacts["plan.txt"] = f"{elsewhere}\n" if elsewhere else Plan.build(module).text()
 
 
 class _Lowering:
@@ -51,11 +53,15 @@ class _Lowering:
 
     def run(self) -> None:
         chosen: Counter[str] = Counter()
+        open_ones: Counter[str] = Counter()
         for op in self.func.walk():
             if op.body is not None:
                 continue
             op.via = VIEW if self.layouts.is_view(op) else self._kernel(op)
-            chosen[op.via] += 1
+            if op.via is None:
+                open_ones[op.name] += 1
+            else:
+                chosen[op.via] += 1
         shown = ", ".join(f"{name} x {count}" for name, count in sorted(chosen.items()))
         self.ctx.note(f"@{self.func.name}: {shown}")
         if chosen[REFERENCE]:
@@ -63,16 +69,29 @@ class _Lowering:
                 f"@{self.func.name}: {chosen[REFERENCE]} op(s) run on their torch reference, slowly"
             )
 
-    def _kernel(self, op: Op) -> str:
-        """The best kernel; once bisect's limit is reached, the reference."""
+        if open_ones:
+            shown = ", ".join(f"{name} x {count}" for name, count in sorted(open_ones.items()))
+            self.ctx.note(f"@{self.func.name}: planned, without a kernel to run them yet: {shown}")
+
+    def _kernel(self, op: Op) -> str | None:
+        """The best kernel; once bisect's limit is reached, the reference.
+
+        None away from the CPU where no kernel is registered: the op is planned and priced only.
+        """
+        device = op_lane(self.module, op)
+        if "->" in device:
+            self.ctx.refused("choose-kernel", op, f"no kernel crosses {device} yet")
+            return None
         if not self.ctx.may_rewrite("choose-kernel", op):
             return REFERENCE
-        device = op.results[0].type.device or self.module.home or "cpu"
         for kernel in kernels_for(op.name, device):
             reason = self._refusal(op, kernel)
             if not reason:
                 return kernel.name
             self.ctx.refused(kernel.name, op, reason)
+        if device != "cpu":
+            self.ctx.refused("choose-kernel", op, f"no kernel of {op.name} for {device} yet")
+            return None
         raise PlanError(
             f"{op.name} has no kernel on {device}: place it elsewhere, or register one\n"
             f"  in: {print_op(op)}"

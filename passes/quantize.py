@@ -23,20 +23,13 @@ from ktgraph.ir.graph import Module, WeightRef
 from ktgraph.ir.types import Encoding, TensorType
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass, requant
 from ktgraph.rewrite import derived_weight, reference
-from ktgraph.weights.encodings import nbytes, round_trip, with_defaults
+from ktgraph.weights.encodings import nbytes, with_defaults
 from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.measure import INPUTS, MATRICES, ROWS, EncodingErrors, measure_errors
 from ktgraph.weights.policy import LADDER, Decision, Policy, PolicyError, Use
+from ktgraph.weights.sources import WeightSource
 
 _RULE = "quantize"
-_MATRICES, _ROWS, _INPUTS = 4, 512, 32  # measured: matrices of a stack, rows of each, inputs
-
-
-@dataclass(frozen=True)
-class _Errors:
-    """NMSE of a weight and of its outputs, the largest over the matrices measured."""
-
-    weight: float
-    output: float
 
 
 @register_pass
@@ -50,6 +43,7 @@ class Quantize(Pass):
     numerics: ClassVar[Numerics] = requant(1.0)
 
     policy: str | None = None  # e.g. int8, int4(group=32), experts=int4(group=64),*=int8
+    measure: bool = True  # report errors on the weights, where they are at hand
 
     def numerics_for(self, module: Module) -> Numerics:
         """Exact when the module holds nothing quantized after the run."""
@@ -65,9 +59,10 @@ class Quantize(Pass):
                 f"quantize {text!r}: the option exact=True refuses lossy steps; leave one out"
             )
         policy = Policy.parse(text)
-        if policy.budget is not None and ctx.source is None:
+        source = ctx.source if self.measure else None
+        if policy.budget is not None and source is None:
             raise PolicyError(f"quantize {text!r}: a budget is measured and needs the weights")
-        meter = _Meter(module, ctx)
+        meter = _Meter(module, source)
         rows = [row for d in policy.decide(module) for row in _apply(module, d, ctx, meter)]
         _write_report(ctx, text, rows)
 
@@ -80,7 +75,7 @@ class _Row:
     encoding: str
     before: int  # bytes
     after: int
-    errors: _Errors | None
+    errors: EncodingErrors | None
     reason: str
 
 
@@ -117,18 +112,20 @@ def _rewrite(module: Module, use: Use, before: TensorType, encoding: Encoding) -
 class _Meter:
     """Errors of encodings on the real weights; measures nothing when there are none."""
 
-    def __init__(self, module: Module, ctx: PassContext) -> None:
+    def __init__(self, module: Module, source: WeightSource | None) -> None:
         self.module = module
         self.values = None
-        if ctx.source is not None:
-            self.values = WeightEvaluator(module, ctx.source, torch.float32)
+        if source is not None:
+            self.values = WeightEvaluator(module, source, torch.float32)
 
-    def members(self, ref: WeightRef, encoding: Encoding) -> Iterator[tuple[str, _Errors | None]]:
+    def members(
+        self, ref: WeightRef, encoding: Encoding
+    ) -> Iterator[tuple[str, EncodingErrors | None]]:
         """Every member of a family by name, with its errors."""
         for index in self._indices(ref):
             errors = None
             if self.values is not None:
-                errors = self._measure(self.values, ref, index, encoding)
+                errors = measure_errors(self.values, ref, index, encoding)
             yield _member_name(ref, index), errors
 
     def cheapest(self, ref: WeightRef, budget: float) -> tuple[Encoding | None, str]:
@@ -136,7 +133,7 @@ class _Meter:
         worst: list[float] = []
         for encoding in map(with_defaults, LADDER):
             errors = [e for _, e in self.members(ref, encoding) if e is not None]
-            worst.append(max(max(e.weight, e.output) for e in errors))
+            worst.append(max(e.largest for e in errors))
             if worst[-1] <= budget:
                 return encoding, f"NMSE {worst[-1]:.2g} is inside the budget {budget:g}"
         return None, f"int8 has NMSE {worst[-1]:.2g}, the budget is {budget:g}"
@@ -144,26 +141,6 @@ class _Meter:
     def _indices(self, ref: WeightRef) -> Sequence[int | None]:
         weight = self.module.weight_of(ref)
         return range(weight.lo, weight.hi + 1) if weight.is_family else (None,)
-
-    def _measure(
-        self, values: WeightEvaluator, ref: WeightRef, index: int | None, encoding: Encoding
-    ) -> _Errors:
-        found = [_compare(m, encoding) for m in values.sample(ref, index, _MATRICES)]
-        return _Errors(max(e.weight for e in found), max(e.output for e in found))
-
-
-def _compare(matrix: torch.Tensor, encoding: Encoding) -> _Errors:
-    """Errors of evenly spaced rows of one matrix [rows, cols]."""
-    rows = matrix[:: -(-matrix.shape[0] // _ROWS)].float()
-    rounded = round_trip(rows, encoding)
-    rng = torch.Generator().manual_seed(0)
-    x = torch.randn(rows.shape[1], _INPUTS, generator=rng)
-    return _Errors(_nmse(rounded, rows), _nmse(rounded @ x, rows @ x))
-
-
-def _nmse(got: torch.Tensor, want: torch.Tensor) -> float:
-    size = float(want.double().square().sum())
-    return float((got - want).double().square().sum()) / size if size else 0.0
 
 
 def _member_name(ref: WeightRef, index: int | None) -> str:
@@ -194,8 +171,8 @@ def _table(text: str, rows: Sequence[_Row]) -> str:
     head = f"{'weight':{width}}  {'encoding':16}  {'MB before':>10}  {'MB after':>10}"
     lines = [f"policy {text}", f"{head}  {'weight NMSE':>11}  {'output NMSE':>11}  note"]
     lines += [_line(row, width) for row in rows]
-    sampled = f"NMSE over at most {_MATRICES} matrices of a stack, {_ROWS} rows of each"
-    return "\n".join([*lines, f"{sampled}, {_INPUTS} normal inputs"]) + "\n"
+    sampled = f"NMSE over at most {MATRICES} matrices of a stack, {ROWS} rows of each"
+    return "\n".join([*lines, f"{sampled}, {INPUTS} normal inputs"]) + "\n"
 
 
 def _line(row: _Row, width: int) -> str:

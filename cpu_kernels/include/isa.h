@@ -8,9 +8,9 @@
 namespace ktg {
 
 struct IsaInfo {
-    std::map<std::string, bool> flags;
-    std::string best;     // "avx512", "avx2" or "" (none)
-    std::string missing;  // flags that keep the next level away
+  std::map<std::string, bool> flags;
+  std::string best;     // "avx512", "avx2" or "" (none)
+  std::string missing;  // flags that keep the next level away
 };
 
 const IsaInfo& detect_isa();

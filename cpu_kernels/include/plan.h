@@ -14,15 +14,31 @@ class Engine;
 enum Kind : int { KIND_NONE = 0, KIND_TENSOR, KIND_WEIGHT, KIND_STATE, KIND_BATCH };
 
 struct Operand {
-    int kind;
-    TensorArg t;
-    WeightArg w;
-    StateArg s;
+  int kind;
+  TensorArg t;
+  WeightArg w;
+  StateArg s;
 };
 
 enum Attr : int {
-    A_EPS, A_SCALE, A_STYLE, A_LAYER, A_WINDOW, A_SOFTCAP, A_KV_HEADS, A_SCORE, A_RENORM, A_GROUPS, A_TOPK_GROUPS,
-    A_GROUP_SCORE, A_MASK, A_ACT, A_ALPHA, A_LIMIT, A_BIAS_IN_LOGITS, A_COUNT
+  A_EPS,
+  A_SCALE,
+  A_STYLE,
+  A_LAYER,
+  A_WINDOW,
+  A_SOFTCAP,
+  A_KV_HEADS,
+  A_SCORE,
+  A_RENORM,
+  A_GROUPS,
+  A_TOPK_GROUPS,
+  A_GROUP_SCORE,
+  A_MASK,
+  A_ACT,
+  A_ALPHA,
+  A_LIMIT,
+  A_BIAS_IN_LOGITS,
+  A_COUNT
 };
 
 // Values of choice attributes, in the order in which the registry lists them.
@@ -36,55 +52,56 @@ constexpr int kMaxOperands = 9;
 constexpr int kPhases = 4;  // work counters per instruction
 
 struct Instr {
-    Operand op[kMaxOperands];
-    int count;
-    double attr[A_COUNT];
+  Operand op[kMaxOperands];
+  int count;
+  double attr[A_COUNT];
 };
 
 // Sizes of one run, from which scratch is computed before the threads start.
 struct Sizes {
-    long tokens, rows, sequences, max_kv, max_new;  // max_new: most new tokens of one sequence
-    int threads;
+  long tokens, rows, sequences, max_kv, max_new;  // max_new: most new tokens of one sequence
+  int threads;
 };
 
 // One thread's view of one instruction.
 struct Ctx {
-    int tid, threads;
-    char* local;   // this thread's scratch
-    char* shared;  // scratch of all threads, unspecified at the start of an instruction
-    const Sizes* sizes;
-    const BatchArg* batch;
-    Engine* engine;
-    uint32_t* counters;  // kPhases counters, a cache line apart, 0 at the start
+  int tid, threads;
+  char* local;   // this thread's scratch
+  char* shared;  // scratch of all threads, unspecified at the start of an instruction
+  const Sizes* sizes;
+  const BatchArg* batch;
+  Engine* engine;
+  uint32_t* counters;  // kPhases counters, a cache line apart, 0 at the start
 };
 
 // Defined in engine.cpp, not inline: see formats.h.
-void barrier(const Ctx& ctx);                // throws when another thread failed
-long next_unit(const Ctx& ctx, int phase);   // 0, 1, 2 ... each number to one thread
-void fail(const Ctx& ctx, const char* what, long value);  // first message wins; the run raises it at its end
+void barrier(const Ctx& ctx);               // throws when another thread failed
+long next_unit(const Ctx& ctx, int phase);  // 0, 1, 2 ... each number to one thread
+void fail(const Ctx& ctx, const char* what,
+          long value);  // first message wins; the run raises it at its end
 
 struct Kernel {
-    const char* name;
-    void (*run)(const Ctx&, const Instr&);
-    size_t (*shared_bytes)(const Instr&, const Sizes&);  // may be null
-    size_t (*local_bytes)(const Instr&, const Sizes&);   // may be null
+  const char* name;
+  void (*run)(const Ctx&, const Instr&);
+  size_t (*shared_bytes)(const Instr&, const Sizes&);  // may be null
+  size_t (*local_bytes)(const Instr&, const Sizes&);   // may be null
 };
 
 // Packs one matrix. `src` rows are `src_stride` elements apart. Returns the first bad row, or -1.
 struct PackJob {
-    WeightArg w;
-    char* dst;  // start of the matrix
-    const char* src;
-    int src_dtype;
-    long src_stride;
-    float* rows;  // scratch: 16 * kpad + 64 floats
+  WeightArg w;
+  char* dst;  // start of the matrix
+  const char* src;
+  int src_dtype;
+  long src_stride;
+  float* rows;  // scratch: 16 * kpad + 64 floats
 };
 
 struct IsaTable {
-    const char* isa;
-    const Kernel* kernels;
-    int count;
-    long (*pack)(const PackJob&);
+  const char* isa;
+  const Kernel* kernels;
+  int count;
+  long (*pack)(const PackJob&);
 };
 
 const IsaTable& avx2_table();

@@ -1,4 +1,5 @@
-// The avx2 unit: all kernels, compiled with this unit's flags (CMakeLists.txt) in a namespace of its own.
+// The avx2 unit: all kernels, compiled with this unit's flags (CMakeLists.txt) in a namespace of
+// its own.
 #define KTG_ISA avx2
 #include "plan.h"
 
@@ -9,8 +10,9 @@
 namespace ktg {
 
 const IsaTable& avx2_table() {
-    static constexpr IsaTable table{"avx2", avx2::kKernels, int(sizeof avx2::kKernels / sizeof(Kernel)), avx2::pack};
-    return table;
+  static constexpr IsaTable table{"avx2", avx2::kKernels,
+                                  int(sizeof avx2::kKernels / sizeof(Kernel)), avx2::pack};
+  return table;
 }
 
 }  // namespace ktg

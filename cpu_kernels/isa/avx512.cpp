@@ -1,4 +1,5 @@
-// The avx512 unit: all kernels, compiled with this unit's flags (CMakeLists.txt) in a namespace of its own.
+// The avx512 unit: all kernels, compiled with this unit's flags (CMakeLists.txt) in a namespace of
+// its own.
 #define KTG_ISA avx512
 #include "plan.h"
 
@@ -9,8 +10,9 @@
 namespace ktg {
 
 const IsaTable& avx512_table() {
-    static constexpr IsaTable table{"avx512", avx512::kKernels, int(sizeof avx512::kKernels / sizeof(Kernel)), avx512::pack};
-    return table;
+  static constexpr IsaTable table{"avx512", avx512::kKernels,
+                                  int(sizeof avx512::kKernels / sizeof(Kernel)), avx512::pack};
+  return table;
 }
 
 }  // namespace ktg

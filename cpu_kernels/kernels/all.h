@@ -1,4 +1,5 @@
-// Every kernel of one ISA unit, and the table it exports. Included once per unit, after the unit's vector header.
+// Every kernel of one ISA unit, and the table it exports. Included once per unit, after the unit's
+// vector header.
 #pragma once
 #include "plan.h"
 

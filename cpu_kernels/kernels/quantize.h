@@ -1,131 +1,140 @@
-// Packs a matrix into tiles (docs/layouts.md). Lanes are the 16 rows of a tile; no fused multiply-add, so numpy's
-// reference gives the same bytes.
+// Packs a matrix into tiles (docs/layouts.md). Lanes are the 16 rows of a tile; no fused
+// multiply-add, so numpy's reference gives the same bytes.
 #pragma once
 
 namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-constexpr float kDivisors[16] = {-8, -7.5f, -8.5f, -7, -9, -6.5f, -9.5f, -10, 7, 7.5f, 6.5f, 8, 6, 8.5f, 9, 9.5f};
+constexpr float kDivisors[16] = {-8, -7.5f, -8.5f, -7, -9, -6.5f, -9.5f, -10,
+                                 7,  7.5f,  6.5f,  8,  6,  8.5f,  9,     9.5f};
 
 // Columns as vectors of 16 rows: cols[k][16]. Missing rows and columns are 0.
 static long load_columns(const PackJob& job, const long (&rows)[16], float* cols) {
-    const WeightArg& w = job.w;
-    for (long k = 0; k < w.kpad * 16; ++k) cols[k] = 0.0f;
-    for (int r = 0; r < 16; ++r) {
-        if (rows[r] < 0) continue;
-        const char* src = job.src + rows[r] * job.src_stride * item_bytes(job.src_dtype);
-        bool finite = true;
-        for (long k = 0; k < w.cols; ++k) {
-            const float v = job.src_dtype == DT_F32 ? reinterpret_cast<const float*>(src)[k]
-                                                    : bf16_to_f32(reinterpret_cast<const u16*>(src)[k]);
-            cols[k * 16 + r] = v;
-            finite &= v - v == 0.0f;
-        }
-        if (!finite) return rows[r];
+  const WeightArg& w = job.w;
+  for (long k = 0; k < w.kpad * 16; ++k) cols[k] = 0.0f;
+  for (int r = 0; r < 16; ++r) {
+    if (rows[r] < 0) continue;
+    const char* src = job.src + rows[r] * job.src_stride * item_bytes(job.src_dtype);
+    bool finite = true;
+    for (long k = 0; k < w.cols; ++k) {
+      const float v = job.src_dtype == DT_F32 ? reinterpret_cast<const float*>(src)[k]
+                                              : bf16_to_f32(reinterpret_cast<const u16*>(src)[k]);
+      cols[k * 16 + r] = v;
+      finite &= v - v == 0.0f;
     }
-    return -1;
+    if (!finite) return rows[r];
+  }
+  return -1;
 }
 
 static void pack_int8(const float* cols, long kpad, char* dst, float* scales) {
-    F top = zero();
-    for (long k = 0; k < kpad; ++k) top = max(top, abs(load(cols + k * 16)));
-    const F scale = div(top, set1(127.0f));
-    const F safe = select(equal(scale, zero()), set1(1.0f), scale);
-    store(scales, scale);
-    for (long k = 0; k < kpad; k += 4) {
-        I word = to_int(zero());
-        for (int i = 0; i < 4; ++i) {
-            const F q = round(max(set1(-127.0f), min(set1(127.0f), div(load(cols + (k + i) * 16), safe))));
-            word = bits_or(word, shift_left(bits_and(to_int(q), 0xFF), 8 * i));
-        }
-        store_block(dst + k / 4 * kBlockBytes, word);
+  F top = zero();
+  for (long k = 0; k < kpad; ++k) top = max(top, abs(load(cols + k * 16)));
+  const F scale = div(top, set1(127.0f));
+  const F safe = select(equal(scale, zero()), set1(1.0f), scale);
+  store(scales, scale);
+  for (long k = 0; k < kpad; k += 4) {
+    I word = to_int(zero());
+    for (int i = 0; i < 4; ++i) {
+      const F q =
+          round(max(set1(-127.0f), min(set1(127.0f), div(load(cols + (k + i) * 16), safe))));
+      word = bits_or(word, shift_left(bits_and(to_int(q), 0xFF), 8 * i));
     }
+    store_block(dst + k / 4 * kBlockBytes, word);
+  }
 }
 
-KTG_IN F int4_round(F x, F inverse) { return round(min(max(mul(x, inverse), set1(-8.0f)), set1(7.0f))); }
+KTG_IN F int4_round(F x, F inverse) {
+  return round(min(max(mul(x, inverse), set1(-8.0f)), set1(7.0f)));
+}
 KTG_IN F inverse_or_zero(F s) {
-    const F inv = div(set1(1.0f), s);
-    return select(less(abs(inv), set1(__builtin_inff())), inv, zero());
+  const F inv = div(set1(1.0f), s);
+  return select(less(abs(inv), set1(__builtin_inff())), inv, zero());
 }
 
 // The scale of least squared error among the candidates; n columns of 16 rows.
 static F best_int4_scale(const float* cols, long n) {
-    F top = zero(), peak = zero();
+  F top = zero(), peak = zero();
+  for (long k = 0; k < n; ++k) {
+    const F v = load(cols + k * 16), a = abs(v);
+    const Mask more = less(top, a);
+    top = select(more, a, top), peak = select(more, v, peak);
+  }
+  F best = zero(), least = zero();
+  for (int c = 0; c < 16; c += 4) {  // four candidates side by side hide the latency of each sum
+    F s[4], inv[4], error[4];
+    for (int i = 0; i < 4; ++i) {
+      s[i] = select(equal(peak, zero()), zero(), bf16_round(div(peak, set1(kDivisors[c + i]))));
+      inv[i] = inverse_or_zero(s[i]), error[i] = zero();
+    }
     for (long k = 0; k < n; ++k) {
-        const F v = load(cols + k * 16), a = abs(v);
-        const Mask more = less(top, a);
-        top = select(more, a, top), peak = select(more, v, peak);
+      const F v = load(cols + k * 16);
+      for (int i = 0; i < 4; ++i) {
+        const F e = sub(v, mul(int4_round(v, inv[i]), s[i]));
+        error[i] = add(error[i], mul(e, e));
+      }
     }
-    F best = zero(), least = zero();
-    for (int c = 0; c < 16; c += 4) {  // four candidates side by side hide the latency of each sum
-        F s[4], inv[4], error[4];
-        for (int i = 0; i < 4; ++i) {
-            s[i] = select(equal(peak, zero()), zero(), bf16_round(div(peak, set1(kDivisors[c + i]))));
-            inv[i] = inverse_or_zero(s[i]), error[i] = zero();
-        }
-        for (long k = 0; k < n; ++k) {
-            const F v = load(cols + k * 16);
-            for (int i = 0; i < 4; ++i) {
-                const F e = sub(v, mul(int4_round(v, inv[i]), s[i]));
-                error[i] = add(error[i], mul(e, e));
-            }
-        }
-        for (int i = 0; i < 4; ++i) {
-            const Mask better = less(error[i], least);
-            const bool first = c + i == 0;
-            best = first ? s[i] : select(better, s[i], best);
-            least = first ? error[i] : select(better, error[i], least);
-        }
+    for (int i = 0; i < 4; ++i) {
+      const Mask better = less(error[i], least);
+      const bool first = c + i == 0;
+      best = first ? s[i] : select(better, s[i], best);
+      least = first ? error[i] : select(better, error[i], least);
     }
-    return best;
+  }
+  return best;
 }
 
 static void pack_int4(const float* cols, const WeightArg& w, char* dst, u16* scales) {
-    for (long g = 0; g < w.groups; ++g) {
-        const long k0 = g * w.group, n = lmin(w.group, w.kpad - k0);
-        const F s = best_int4_scale(cols + k0 * 16, n), inv = inverse_or_zero(s);
-        store_bf16(scales + g * 16, s);
-        for (long k = k0; k < k0 + n; k += 8) {
-            I word = to_int(zero());
-            for (int i = 0; i < 8; ++i) {
-                const F q = add(int4_round(load(cols + (k + i) * 16), inv), set1(8.0f));
-                word = bits_or(word, shift_left(to_int(q), i < 4 ? 8 * i : 8 * (i - 4) + 4));
-            }
-            store_block(dst + k / 8 * kBlockBytes, word);
-        }
+  for (long g = 0; g < w.groups; ++g) {
+    const long k0 = g * w.group, n = lmin(w.group, w.kpad - k0);
+    const F s = best_int4_scale(cols + k0 * 16, n), inv = inverse_or_zero(s);
+    store_bf16(scales + g * 16, s);
+    for (long k = k0; k < k0 + n; k += 8) {
+      I word = to_int(zero());
+      for (int i = 0; i < 8; ++i) {
+        const F q = add(int4_round(load(cols + (k + i) * 16), inv), set1(8.0f));
+        word = bits_or(word, shift_left(to_int(q), i < 4 ? 8 * i : 8 * (i - 4) + 4));
+      }
+      store_block(dst + k / 8 * kBlockBytes, word);
     }
+  }
 }
 
 static void pack_tile(const PackJob& job, long tile, const float* cols) {
-    const WeightArg& w = job.w;
-    char* dst = job.dst + tile * w.tile_bytes;
-    char* scales = job.dst + w.scale_offset;
-    switch (w.format) {
-        case FMT_F32: __builtin_memcpy(dst, cols, size_t(w.kpad) * 64); return;
-        case FMT_BF16:
-            for (long k = 0; k < w.kpad; k += 2) {
-                const I low = bf16_bits(load(cols + k * 16)), high = bf16_bits(load(cols + k * 16 + 16));
-                store_block(dst + k / 2 * kBlockBytes, bits_or(low, shift_left(high, 16)));
-            }
-            return;
-        case FMT_INT8: pack_int8(cols, w.kpad, dst, reinterpret_cast<float*>(scales) + tile * 16); return;
-        default: pack_int4(cols, w, dst, reinterpret_cast<u16*>(scales) + tile * w.groups * 16);
-    }
+  const WeightArg& w = job.w;
+  char* dst = job.dst + tile * w.tile_bytes;
+  char* scales = job.dst + w.scale_offset;
+  switch (w.format) {
+    case FMT_F32:
+      __builtin_memcpy(dst, cols, size_t(w.kpad) * 64);
+      return;
+    case FMT_BF16:
+      for (long k = 0; k < w.kpad; k += 2) {
+        const I low = bf16_bits(load(cols + k * 16)), high = bf16_bits(load(cols + k * 16 + 16));
+        store_block(dst + k / 2 * kBlockBytes, bits_or(low, shift_left(high, 16)));
+      }
+      return;
+    case FMT_INT8:
+      pack_int8(cols, w.kpad, dst, reinterpret_cast<float*>(scales) + tile * 16);
+      return;
+    default:
+      pack_int4(cols, w, dst, reinterpret_cast<u16*>(scales) + tile * w.groups * 16);
+  }
 }
 
 static long pack(const PackJob& job) {
-    const WeightArg& w = job.w;
-    for (long tile = 0; tile < w.tiles; ++tile) {
-        long rows[16];
-        const long half = w.gate_up ? w.rows / 2 : w.rows;  // rows of one part
-        const long part = w.gate_up ? tile % 2 : 0, first = (w.gate_up ? tile / 2 : tile) * 16;
-        for (int r = 0; r < 16; ++r) rows[r] = first + r < half ? part * half + first + r : -1;
-        const long bad = load_columns(job, rows, job.rows);
-        if (bad >= 0) return bad;
-        pack_tile(job, tile, job.rows);
-    }
-    return -1;
+  const WeightArg& w = job.w;
+  for (long tile = 0; tile < w.tiles; ++tile) {
+    long rows[16];
+    const long half = w.gate_up ? w.rows / 2 : w.rows;  // rows of one part
+    const long part = w.gate_up ? tile % 2 : 0, first = (w.gate_up ? tile / 2 : tile) * 16;
+    for (int r = 0; r < 16; ++r) rows[r] = first + r < half ? part * half + first + r : -1;
+    const long bad = load_columns(job, rows, job.rows);
+    if (bad >= 0) return bad;
+    pack_tile(job, tile, job.rows);
+  }
+  return -1;
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// 16 f32 lanes in two ymm. Same operations in the same order as vec_avx512.h, so both give equal bits.
+// 16 f32 lanes in two ymm. Same operations in the same order as vec_avx512.h, so both give equal
+// bits.
 #pragma once
 #include <immintrin.h>
 #include <cstdint>
@@ -11,10 +12,10 @@ namespace {
 
 using u16 = uint16_t;
 struct F {
-    __m256 a, b;
+  __m256 a, b;
 };
 struct I {
-    __m256i a, b;
+  __m256i a, b;
 };
 using Mask = F;
 
@@ -26,120 +27,136 @@ KTG_IN F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 KTG_IN F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 KTG_IN void store(float* p, F v) { _mm256_storeu_ps(p, v.a), _mm256_storeu_ps(p + 8, v.b); }
 KTG_IN __m256i first_n8(long n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 KTG_IN F load_n(const float* p, long n) {
-    return {_mm256_maskload_ps(p, first_n8(n)), _mm256_maskload_ps(p + 8, first_n8(n - 8))};
+  return {_mm256_maskload_ps(p, first_n8(n)), _mm256_maskload_ps(p + 8, first_n8(n - 8))};
 }
 KTG_IN void store_n(float* p, F v, long n) {
-    _mm256_maskstore_ps(p, first_n8(n), v.a), _mm256_maskstore_ps(p + 8, first_n8(n - 8), v.b);
+  _mm256_maskstore_ps(p, first_n8(n), v.a), _mm256_maskstore_ps(p + 8, first_n8(n - 8), v.b);
 }
 KTG_IN F add(F a, F b) { return {_mm256_add_ps(a.a, b.a), _mm256_add_ps(a.b, b.b)}; }
 KTG_IN F sub(F a, F b) { return {_mm256_sub_ps(a.a, b.a), _mm256_sub_ps(a.b, b.b)}; }
 KTG_IN F mul(F a, F b) { return {_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
 KTG_IN F div(F a, F b) { return {_mm256_div_ps(a.a, b.a), _mm256_div_ps(a.b, b.b)}; }
-KTG_IN F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)}; }
+KTG_IN F fma(F a, F b, F c) {
+  return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)};
+}
 // max and min return the second operand when one is NaN: put the value there to let NaN through.
 KTG_IN F max(F a, F b) { return {_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.b, b.b)}; }
 KTG_IN F min(F a, F b) { return {_mm256_min_ps(a.a, b.a), _mm256_min_ps(a.b, b.b)}; }
 KTG_IN F abs(F v) {
-    const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
-    return {_mm256_and_ps(v.a, m), _mm256_and_ps(v.b, m)};
+  const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
+  return {_mm256_and_ps(v.a, m), _mm256_and_ps(v.b, m)};
 }
 KTG_IN F round(F v) {
-    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return {_mm256_round_ps(v.a, mode), _mm256_round_ps(v.b, mode)};
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(v.a, mode), _mm256_round_ps(v.b, mode)};
 }
-KTG_IN Mask less(F a, F b) { return {_mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ)}; }
-KTG_IN Mask equal(F a, F b) { return {_mm256_cmp_ps(a.a, b.a, _CMP_EQ_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_EQ_OQ)}; }
+KTG_IN Mask less(F a, F b) {
+  return {_mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ)};
+}
+KTG_IN Mask equal(F a, F b) {
+  return {_mm256_cmp_ps(a.a, b.a, _CMP_EQ_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_EQ_OQ)};
+}
 KTG_IN Mask both(Mask a, Mask b) { return {_mm256_and_ps(a.a, b.a), _mm256_and_ps(a.b, b.b)}; }
 KTG_IN F select(Mask m, F yes, F no) {
-    return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
+  return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
 }
 KTG_IN __m256 scale2_8(__m256 a, __m256 n) {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+  return _mm256_castsi256_ps(
+      _mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 // a * 2^n for integral n in the range of the exponent
 KTG_IN F scale2(F a, F n) { return {scale2_8(a.a, n.a), scale2_8(a.b, n.b)}; }
 
-KTG_IN __m256 widen_bf16(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+KTG_IN __m256 widen_bf16(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
 KTG_IN F load_bf16(const u16* p) {
-    return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-            widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
 // Round to nearest even; NaN stays NaN. Result in the low half of each lane.
 KTG_IN __m256i bf16_bits8(__m256 v) {
-    const __m256i u = _mm256_castps_si256(v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF)), odd), 16);
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
-    return _mm256_blendv_epi8(rounded, quiet, nan);
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF)), odd), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(rounded, quiet, nan);
 }
-KTG_IN __m256 bf16_round8(__m256 v) { return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits8(v), 16)); }
+KTG_IN __m256 bf16_round8(__m256 v) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits8(v), 16));
+}
 KTG_IN F bf16_round(F v) { return {bf16_round8(v.a), bf16_round8(v.b)}; }
 KTG_IN void store_bf16(u16* p, F v) {
-    const __m256i packed = _mm256_packus_epi32(bf16_bits8(v.a), bf16_bits8(v.b));  // a0 b0 a1 b1
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+  const __m256i packed = _mm256_packus_epi32(bf16_bits8(v.a), bf16_bits8(v.b));  // a0 b0 a1 b1
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
 // The 64-byte block of a packed format, and column K of it as f32.
 KTG_IN I load_block(const char* p) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
 template <int K>
 KTG_IN F bf16_column(I w) {
-    if (K == 0) return {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))};
-    const __m256i m = _mm256_set1_epi32(0xFFFF0000);
-    return {_mm256_castsi256_ps(_mm256_and_si256(w.a, m)), _mm256_castsi256_ps(_mm256_and_si256(w.b, m))};
+  if (K == 0)
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))};
+  const __m256i m = _mm256_set1_epi32(0xFFFF0000);
+  return {_mm256_castsi256_ps(_mm256_and_si256(w.a, m)),
+          _mm256_castsi256_ps(_mm256_and_si256(w.b, m))};
 }
-// An unsigned field of the word as f32 without shift or conversion: under the exponent of 2^(23 - LOW), bit LOW of the
-// mantissa weighs 1, so (w & mask) | exponent is exactly 2^(23 - LOW) + field.
+// An unsigned field of the word as f32 without shift or conversion: under the exponent of 2^(23 -
+// LOW), bit LOW of the mantissa weighs 1, so (w & mask) | exponent is exactly 2^(23 - LOW) + field.
 template <int LOW, int BITS>
 KTG_IN __m256 field(__m256i w, float offset) {
-    const __m256i mask = _mm256_set1_epi32(((1 << BITS) - 1) << LOW);
-    const __m256i magic = _mm256_set1_epi32((127 + 23 - LOW) << 23);
-    const __m256 base = _mm256_set1_ps(float(1 << (23 - LOW)) + offset);
-    return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(w, mask), magic)), base);
+  const __m256i mask = _mm256_set1_epi32(((1 << BITS) - 1) << LOW);
+  const __m256i magic = _mm256_set1_epi32((127 + 23 - LOW) << 23);
+  const __m256 base = _mm256_set1_ps(float(1 << (23 - LOW)) + offset);
+  return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(w, mask), magic)),
+                       base);
 }
 template <int K>
 KTG_IN F int8_column(I w) {
-    const __m256i flip = _mm256_set1_epi32(0x80808080);
-    __m256i a = _mm256_xor_si256(w.a, flip), b = _mm256_xor_si256(w.b, flip);
-    if (K >= 2) a = _mm256_srli_epi32(a, 16), b = _mm256_srli_epi32(b, 16);
-    return {field<8 * (K % 2), 8>(a, 128), field<8 * (K % 2), 8>(b, 128)};
+  const __m256i flip = _mm256_set1_epi32(0x80808080);
+  __m256i a = _mm256_xor_si256(w.a, flip), b = _mm256_xor_si256(w.b, flip);
+  if (K >= 2) a = _mm256_srli_epi32(a, 16), b = _mm256_srli_epi32(b, 16);
+  return {field<8 * (K % 2), 8>(a, 128), field<8 * (K % 2), 8>(b, 128)};
 }
 template <int K>
 KTG_IN F int4_column(I w) {
-    constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
-    if (nibble < 5) return {field<4 * (nibble % 5), 4>(w.a, 8), field<4 * (nibble % 5), 4>(w.b, 8)};
-    const __m256i a = _mm256_srli_epi32(w.a, 20), b = _mm256_srli_epi32(w.b, 20);
-    return {field<4 * (nibble % 5), 4>(a, 8), field<4 * (nibble % 5), 4>(b, 8)};
+  constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
+  if (nibble < 5) return {field<4 * (nibble % 5), 4>(w.a, 8), field<4 * (nibble % 5), 4>(w.b, 8)};
+  const __m256i a = _mm256_srli_epi32(w.a, 20), b = _mm256_srli_epi32(w.b, 20);
+  return {field<4 * (nibble % 5), 4>(a, 8), field<4 * (nibble % 5), 4>(b, 8)};
 }
 
 // For packing: integers from integral f32, and putting fields of a block together.
 KTG_IN I to_int(F v) { return {_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)}; }
 KTG_IN I bits_or(I a, I b) { return {_mm256_or_si256(a.a, b.a), _mm256_or_si256(a.b, b.b)}; }
 KTG_IN I bits_and(I a, int mask) {
-    const __m256i m = _mm256_set1_epi32(mask);
-    return {_mm256_and_si256(a.a, m), _mm256_and_si256(a.b, m)};
+  const __m256i m = _mm256_set1_epi32(mask);
+  return {_mm256_and_si256(a.a, m), _mm256_and_si256(a.b, m)};
 }
 KTG_IN I shift_left(I a, int n) {
-    const __m128i by = _mm_cvtsi32_si128(n);
-    return {_mm256_sll_epi32(a.a, by), _mm256_sll_epi32(a.b, by)};
+  const __m128i by = _mm_cvtsi32_si128(n);
+  return {_mm256_sll_epi32(a.a, by), _mm256_sll_epi32(a.b, by)};
 }
 KTG_IN void store_block(char* p, I v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), v.b);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), v.b);
 }
 KTG_IN I bf16_bits(F v) { return {bf16_bits8(v.a), bf16_bits8(v.b)}; }
 
 KTG_IN float sum(F v) {
-    const __m256 half = _mm256_add_ps(v.a, v.b);
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+  const __m256 half = _mm256_add_ps(v.a, v.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// 16 f32 lanes in one zmm. Same operations in the same order as vec_avx2.h, so both give equal bits.
+// 16 f32 lanes in one zmm. Same operations in the same order as vec_avx2.h, so both give equal
+// bits.
 #pragma once
 #include <immintrin.h>
 #include <cstdint>
@@ -14,7 +15,8 @@ using F = __m512;
 using I = __m512i;
 using Mask = __mmask16;
 
-// Register blocking: accumulators MR x NR of the f32 kernel; tiles at once when weights are unpacked in registers.
+// Register blocking: accumulators MR x NR of the f32 kernel; tiles at once when weights are
+// unpacked in registers.
 constexpr int kMR = 6, kNR = 4;
 constexpr int direct_tiles(int /*rows*/) { return 4; }
 
@@ -33,52 +35,60 @@ KTG_IN F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // max and min return the second operand when one is NaN: put the value there to let NaN through.
 KTG_IN F max(F a, F b) { return _mm512_max_ps(a, b); }
 KTG_IN F min(F a, F b) { return _mm512_min_ps(a, b); }
-KTG_IN F abs(F a) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF))); }
-KTG_IN F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KTG_IN F abs(F a) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF)));
+}
+KTG_IN F round(F a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 KTG_IN Mask less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 KTG_IN Mask equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 KTG_IN Mask both(Mask a, Mask b) { return Mask(a & b); }
 KTG_IN F select(Mask m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 // a * 2^n for integral n in the range of the exponent
 KTG_IN F scale2(F a, F n) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
+  return _mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
 }
 
 KTG_IN F load_bf16(const u16* p) {
-    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 // Round to nearest even by integers: vcvtneps2bf16 would flush denormals.
 KTG_IN I bf16_bits(F v) {
-    const I u = _mm512_castps_si512(v);
-    const I odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const I rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7FFF)), odd), 16);
-    const Mask nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    const I quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
-    return _mm512_mask_blend_epi32(nan, rounded, quiet);
+  const I u = _mm512_castps_si512(v);
+  const I odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const I rounded =
+      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7FFF)), odd), 16);
+  const Mask nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const I quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+  return _mm512_mask_blend_epi32(nan, rounded, quiet);
 }
 KTG_IN F bf16_round(F v) { return _mm512_castsi512_ps(_mm512_slli_epi32(bf16_bits(v), 16)); }
 KTG_IN void store_bf16(u16* p, F v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bf16_bits(v)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bf16_bits(v)));
 }
 
 // The 64-byte block of a packed format, and column K of it as f32.
 KTG_IN I load_block(const char* p) { return _mm512_loadu_si512(p); }
 template <int K>
 KTG_IN F bf16_column(I w) {
-    return _mm512_castsi512_ps(K == 0 ? _mm512_slli_epi32(w, 16) : _mm512_and_si512(w, _mm512_set1_epi32(0xFFFF0000)));
+  return _mm512_castsi512_ps(K == 0 ? _mm512_slli_epi32(w, 16)
+                                    : _mm512_and_si512(w, _mm512_set1_epi32(0xFFFF0000)));
 }
 template <int K>
 KTG_IN F int8_column(I w) {
-    const I up = K == 3 ? w : _mm512_slli_epi32(w, K == 3 ? 0 : 24 - 8 * K);
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+  const I up = K == 3 ? w : _mm512_slli_epi32(w, K == 3 ? 0 : 24 - 8 * K);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
 }
 // vpermps looks only at the low four bits of each index, so a shift and a lookup decode a nibble.
 template <int K>
 KTG_IN F int4_column(I w) {
-    constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
-    const F table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_permutexvar_ps(nibble ? _mm512_srli_epi32(w, 4 * nibble) : w, table);
+  constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
+  const F table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm512_permutexvar_ps(nibble ? _mm512_srli_epi32(w, 4 * nibble) : w, table);
 }
 
 // For packing: integers from integral f32, and putting fields of a block together.
@@ -89,10 +99,10 @@ KTG_IN I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n
 KTG_IN void store_block(char* p, I v) { _mm512_storeu_si512(p, v); }
 
 KTG_IN float sum(F v) {
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-"""Helpers for kernel tests: wrap torch tensors, pack weights, run one kernel, compare with float64 references."""
+"""Helpers for kernel tests: wrap tensors, pack weights, run one kernel, compare with float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,13 @@ def engine(threads: int, isa: str) -> Any:
 class Batch:
     """Ragged sequences on shuffled pages."""
 
-    def __init__(self, lens: list[tuple[int, int]], page_size: int, out_rows: list[int] | None = None, seed: int = 0):
+    def __init__(
+        self,
+        lens: list[tuple[int, int]],
+        page_size: int,
+        out_rows: list[int] | None = None,
+        seed: int = 0,
+    ):
         self.lens = lens  # (rows cached before, new tokens) per sequence
         self.page_size = page_size
         self.kv_len = [past + new for past, new in lens]
@@ -50,7 +56,14 @@ class Batch:
         self.out_rows = out_rows or []
         self.native = native.Batch()
         i32 = lambda x: np.asarray(x, np.int32)  # noqa: E731
-        self.native.set(i32(self.seq), i32(self.pos), i32(self.start), i32(self.kv_len), self.table, i32(self.out_rows))
+        self.native.set(
+            i32(self.seq),
+            i32(self.pos),
+            i32(self.start),
+            i32(self.kv_len),
+            self.table,
+            i32(self.out_rows),
+        )
 
     def slot(self, seq: int, pos: int) -> tuple[int, int]:
         return int(self.table[seq, pos // self.page_size]), pos % self.page_size
@@ -61,10 +74,16 @@ class Cache:
 
     def __init__(self, dtype: torch.dtype, layers: int, batch: Batch, widths: list[int]):
         self.parts = [
-            torch.full((layers, batch.pages, batch.page_size, w), float("nan"), dtype=dtype) for w in widths
+            torch.full((layers, batch.pages, batch.page_size, w), float("nan"), dtype=dtype)
+            for w in widths
         ]
         self.native = native.State(
-            NAMES[dtype], layers, batch.pages, batch.page_size, widths, [p.data_ptr() for p in self.parts]
+            NAMES[dtype],
+            layers,
+            batch.pages,
+            batch.page_size,
+            widths,
+            [p.data_ptr() for p in self.parts],
         )
 
     def fill(self, layer: int, batch: Batch, gen: torch.Generator, upto: str = "all") -> None:
@@ -85,7 +104,9 @@ class Lab:
         self.gen = torch.Generator().manual_seed(1234)
         self.keep: list[Any] = []
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
+    def randn(
+        self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
         return (torch.randn(*shape, generator=self.gen) * scale).to(dtype or self.dtype)
 
     def strided(self, *shape: int) -> torch.Tensor:
@@ -111,7 +132,9 @@ class Lab:
     def tok(self, t: torch.Tensor) -> Any:
         return self.tensor(t, -1)
 
-    def weight(self, fmt: str, w: torch.Tensor, group: int = 0, gate_up: bool = False) -> tuple[Any, torch.Tensor]:
+    def weight(
+        self, fmt: str, w: torch.Tensor, group: int = 0, gate_up: bool = False
+    ) -> tuple[Any, torch.Tensor]:
         """Packed weight, and what its bytes mean in float64."""
         stack = w[None] if w.dim() == 2 else w
         count, rows, cols = stack.shape
@@ -119,26 +142,43 @@ class Lab:
         data = native.empty_packed(nbytes)
         self.keep.append(data)
         for i in range(count):
-            native.pack_into(data.ctypes.data, i, fmt, rows, cols, group, count, gate_up, stack[i].contiguous())
+            native.pack_into(
+                data.ctypes.data, i, fmt, rows, cols, group, count, gate_up, stack[i].contiguous()
+            )
         each = data.reshape(count, -1)
-        dense = np.stack([reference_layouts.to_float(fmt, d, rows, cols, group, gate_up) for d in each])
+        dense = np.stack(
+            [reference_layouts.to_float(fmt, d, rows, cols, group, gate_up) for d in each]
+        )
         meaning = torch.from_numpy(dense).double()
         packed = native.Weight(fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes)
         return packed, meaning if w.dim() == 3 else meaning[0]
 
-    def run(self, kernel: str, operands: list[Any], attrs: dict[str, Any] | None = None, T: int = 1, O: int = 0,
-            batch: Batch | None = None) -> None:  # fmt: skip
+    def run(
+        self,
+        kernel: str,
+        operands: list[Any],
+        attrs: dict[str, Any] | None = None,
+        T: int = 1,
+        rows: int = 0,
+        batch: Batch | None = None,
+    ) -> None:
         plan = native.Plan(engine(self.threads, self.isa))
         plan.add(kernel, operands, attrs or {})
-        plan.run(T, O, batch.native if batch else None)
+        plan.run(T, rows, batch.native if batch else None)
 
-    def close(self, got: torch.Tensor, want: torch.Tensor, f32: float = 3e-6, bf16: float = 4e-3) -> None:
+    def close(
+        self, got: torch.Tensor, want: torch.Tensor, f32: float = 3e-6, bf16: float = 4e-3
+    ) -> None:
         """Error relative to the signal's norm, and no output left unwritten."""
         got = got.double()
-        assert torch.isfinite(got).all(), f"{int((~torch.isfinite(got)).sum())} outputs are NaN or inf"
+        assert torch.isfinite(got).all(), (
+            f"{int((~torch.isfinite(got)).sum())} outputs are NaN or inf"
+        )
         norm = want.double().norm()
         error = float((got - want.double()).norm() / norm) if norm else float(got.norm())
-        assert error <= (f32 if self.dtype == torch.float32 else bf16), f"relative error {error:.3g}"
+        assert error <= (f32 if self.dtype == torch.float32 else bf16), (
+            f"relative error {error:.3g}"
+        )
 
 
 @pytest.fixture(params=ISAS)
@@ -147,16 +187,14 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def lab(request: pytest.FixtureRequest, isa: str) -> Iterator[Lab]:
-    yield Lab(isa, request.param)
+def lab(request: pytest.FixtureRequest, isa: str) -> Lab:
+    return Lab(isa, request.param)
 
 
 @pytest.fixture
-def tools() -> Any:
+def tools() -> SimpleNamespace:
     """The classes above, for tests (test folders are not importable)."""
 
-    class Tools:
-        pass
-
-    Tools.Lab, Tools.Batch, Tools.Cache, Tools.native, Tools.engine, Tools.ISAS = Lab, Batch, Cache, native, engine, ISAS
-    return Tools
+    return SimpleNamespace(
+        Lab=Lab, Batch=Batch, Cache=Cache, native=native, engine=engine, ISAS=ISAS
+    )

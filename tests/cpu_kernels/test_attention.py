@@ -28,9 +28,15 @@ def sequences(batch):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("H", "G", "A", "Av", "extra"),
-    [(4, 4, 33, 33, {}), (6, 2, 48, 40, {}), (8, 1, 16, 16, {"window": 40}), (4, 2, 16, 15, {"softcap": 2.0}),
-     (72, 1, 8, 8, {}), (4, 2, 16, 16, {"sinks": True, "window": 100})],
-)  # fmt: skip
+    [
+        (4, 4, 33, 33, {}),
+        (6, 2, 48, 40, {}),
+        (8, 1, 16, 16, {"window": 40}),
+        (4, 2, 16, 15, {"softcap": 2.0}),
+        (72, 1, 8, 8, {}),
+        (4, 2, 16, 16, {"sinks": True, "window": 100}),
+    ],
+)
 def test_sdpa(lab, tools, cache_dtype, H, G, A, Av, extra):
     batch = tools.Batch(RAGGED, 7)
     T, extra = batch.tokens, dict(extra)
@@ -38,7 +44,13 @@ def test_sdpa(lab, tools, cache_dtype, H, G, A, Av, extra):
     cache.fill(1, batch, lab.gen)
     q, o = lab.strided(T, H, A), lab.out(T, H, Av)
     sinks = lab.randn(H, dtype=torch.float32) if extra.pop("sinks", False) else None
-    ops = [lab.tok(q), cache.native, tools.native.BATCH, lab.tensor(sinks) if sinks is not None else None, lab.tok(o)]
+    ops = [
+        lab.tok(q),
+        cache.native,
+        tools.native.BATCH,
+        lab.tensor(sinks) if sinks is not None else None,
+        lab.tok(o),
+    ]
     lab.run("cpu.sdpa", ops, {"scale": 0.3, "layer": 1, "kv_heads": G, **extra}, T=T, batch=batch)
     want = []
     for s, at, past, n in sequences(batch):
@@ -97,7 +109,10 @@ def test_bits_do_not_depend_on_threads_isa_or_batch(tools):
                 gen = torch.Generator().manual_seed(7)
                 cache.fill(0, batch, gen)
                 T = batch.tokens
-                q, pe = torch.randn(T, 20, 32, generator=torch.Generator().manual_seed(1)), torch.zeros(T, 20, 8)
+                q, pe = (
+                    torch.randn(T, 20, 32, generator=torch.Generator().manual_seed(1)),
+                    torch.zeros(T, 20, 8),
+                )
                 q[0] = torch.randn(20, 32, generator=torch.Generator().manual_seed(2))
                 o = lab.out(T, 20, 32)
                 ops = [lab.tok(q), lab.tok(pe), cache.native, tools.native.BATCH, lab.tok(o)]

@@ -91,19 +91,27 @@ def test_fork_gives_a_clear_error(tools):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-# choice of the ISA ----------------------------------------------------------------------------------------------------
+# choice of the ISA
 
 
-def run_python(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+def fresh_native(tools, code, isa):
+    """Runs code in a new process with the compiled module as `n`, without importing the package."""
+    load = f"""import importlib.util as u
+spec = u.spec_from_file_location("_native", {tools.native.__file__!r})
+n = u.module_from_spec(spec)
+spec.loader.exec_module(n)
+"""
+    env = {**os.environ, "KTGRAPH_ISA": isa}
+    command = [sys.executable, "-c", load + code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.stdout.strip(), done.stderr
 
 
 def test_isa_by_environment(tools):
-    code = "from ktgraph.cpu_kernels import isa_info, Engine; print(isa_info()['chosen'], isa_info()['why'], Engine(1).isa)"
-    out, err = run_python(code, KTGRAPH_ISA="avx2")
+    code = "print(n.isa_info()['chosen'], n.isa_info()['why'], n.Engine(1).isa)"
+    out, err = fresh_native(tools, code, "avx2")
     assert out == "avx2 forced by KTGRAPH_ISA avx2", err
-    out, err = run_python("from ktgraph.cpu_kernels import Engine; Engine(1)", KTGRAPH_ISA="sse9")
+    _, err = fresh_native(tools, "n.Engine(1)", "sse9")
     assert "RuntimeError: KTGRAPH_ISA=sse9 is not a known level" in err
 
 
@@ -113,11 +121,11 @@ def test_isa_info(tools):
     assert info["flags"]["fma"]
     assert info["chosen"] in tools.ISAS
     if info["best"] == "avx2":
-        with pytest.raises(RuntimeError, match="lacks avx512|lacks os_zmm"):
+        with pytest.raises(RuntimeError, match=r"lacks avx512|lacks os_zmm"):
             tools.native.Engine(1, isa="avx512")
 
 
-# what Plan refuses ----------------------------------------------------------------------------------------------------
+# what Plan refuses
 
 
 @pytest.fixture
@@ -125,7 +133,7 @@ def plan(tools):
     return tools.native.Plan(tools.engine(1, tools.ISAS[0]), max_tokens=8)
 
 
-def refused(plan, match, kernel, operands, attrs=None, error=ValueError):
+def refused(plan, match, kernel, operands, attrs=None, error: type[Exception] = ValueError):
     with pytest.raises(error, match=match):
         plan.add(kernel, operands, attrs or {})
 
@@ -144,25 +152,41 @@ def test_add_refuses(tools, plan):
     refused(plan, "attribute eps must be a number", "cpu.rms_norm", ok, {"eps": "small"})
     refused(plan, "w: f32 expected, got None", "cpu.rms_norm", [ok[0], None, ok[2]], eps)
     refused(plan, "x: f expected, got Tensor i32", "cpu.rms_norm", [lab.tok(ids), *ok[1:]], eps)
-    refused(plan, "w: axis D is 32, but 33", "cpu.rms_norm", [ok[0], lab.tensor(w[:32]), ok[2]], eps)
+    refused(
+        plan, "w: axis D is 32, but 33", "cpu.rms_norm", [ok[0], lab.tensor(w[:32]), ok[2]], eps
+    )
     refused(plan, "y: axis T is 4, but T in", "cpu.rms_norm", [*ok[:2], lab.tensor(y)], eps)
     refused(plan, "an operand must be", "cpu.rms_norm", [x, *ok[1:]], eps, TypeError)
     refused(plan, "must be an int, float", "cpu.rms_norm", ok, {"eps": [1]}, TypeError)
     wt = lab.weight("bf16", lab.randn(8, 33))[0]
     refused(plan, "y: axis N is 33, but 8", "cpu.linear", [ok[0], wt, None, ok[2]])
     stack = lab.weight("bf16", lab.randn(2, 8, 33))[0]
-    refused(plan, "one matrix expected, got a stack of 2", "cpu.linear", [ok[0], stack, None, ok[2]])
+    refused(
+        plan, "one matrix expected, got a stack of 2", "cpu.linear", [ok[0], stack, None, ok[2]]
+    )
     refused(plan, "must be packed with gate_up", "cpu.swiglu", [ok[0], wt, wt, ok[2]])
     gate = lab.tensor(lab.randn(6, 33))
     k = [lab.tok(torch.zeros(4, 7, dtype=torch.int32)), lab.tok(torch.zeros(4, 7))]
-    refused(plan, "top-k 7 of 6 experts", "cpu.moe_route", [ok[0], gate, None, *k], {"score": "softmax"})
-    refused(plan, "unknown value 'tanh'", "cpu.moe_route", [ok[0], gate, None, *k], {"score": "tanh"})
+    refused(
+        plan, "top-k 7 of 6 experts", "cpu.moe_route", [ok[0], gate, None, *k], {"score": "softmax"}
+    )
+    refused(
+        plan, "unknown value 'tanh'", "cpu.moe_route", [ok[0], gate, None, *k], {"score": "tanh"}
+    )
     batch = tools.Batch([(0, 4)], 4)
     cache = tools.Cache(torch.float32, 2, batch, [40])
     latent = [lab.tok(lab.randn(4, 30)), lab.tok(lab.randn(4, 10)), cache.native, native.BATCH]
     plan.add("cpu.kv_append_latent", latent, {"layer": 1})
-    refused(plan, "layer 2 is outside the state's 2 layers", "cpu.kv_append_latent", latent, {"layer": 2})
-    refused(plan, "width 40, expected 43", "cpu.kv_append_latent", [ok[0], *latent[1:]], {"layer": 0})
+    refused(
+        plan,
+        "layer 2 is outside the state's 2 layers",
+        "cpu.kv_append_latent",
+        latent,
+        {"layer": 2},
+    )
+    refused(
+        plan, "width 40, expected 43", "cpu.kv_append_latent", [ok[0], *latent[1:]], {"layer": 0}
+    )
     refused(plan, "attribute layer must be an int", "cpu.kv_append_latent", latent, {"layer": 1.0})
 
 
@@ -171,7 +195,11 @@ def test_run_refuses(tools, plan):
     batch = tools.Batch([(0, 4)], 4)
     cache = tools.Cache(torch.float32, 1, batch, [40])
     x = lab.randn(8, 30)
-    plan.add("cpu.kv_append_latent", [lab.tok(x), lab.tok(lab.randn(8, 10)), cache.native, native.BATCH], {"layer": 0})
+    plan.add(
+        "cpu.kv_append_latent",
+        [lab.tok(x), lab.tok(lab.randn(8, 10)), cache.native, native.BATCH],
+        {"layer": 0},
+    )
     with pytest.raises(ValueError, match="none was given"):
         plan.run(4)
     with pytest.raises(ValueError, match="4 tokens, T is 3"):
@@ -181,19 +209,32 @@ def test_run_refuses(tools, plan):
     other = tools.Batch([(0, 4)], 4)
     other.table[0, 0] = 99
     i32 = lambda a: np.asarray(a, np.int32)  # noqa: E731
-    other.native.set(i32(other.seq), i32(other.pos), i32(other.start), i32(other.kv_len), other.table, i32([]))
+    other.native.set(
+        i32(other.seq), i32(other.pos), i32(other.start), i32(other.kv_len), other.table, i32([])
+    )
     with pytest.raises(ValueError, match="uses page 99 of a state of 4 pages"):
         plan.run(4, 0, other.native)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [({"tok_pos": [0, 1]}, "differ in length"), ({"kv_len": [2]}, "position 2, its sequence has kv_len 2"),
-     ({"seq_start": [0, 2]}, "from 0 to the number"), ({"tok_seq": [0, 0, 1]}, "by tok_seq"),
-     ({"block_table": [0]}, "must have 2 axes")],
-)  # fmt: skip
+    [
+        ({"tok_pos": [0, 1]}, "differ in length"),
+        ({"kv_len": [2]}, "position 2, its sequence has kv_len 2"),
+        ({"seq_start": [0, 2]}, "from 0 to the number"),
+        ({"tok_seq": [0, 0, 1]}, "by tok_seq"),
+        ({"block_table": [0]}, "must have 2 axes"),
+    ],
+)
 def test_batch_refuses(tools, change, match):
-    good = {"tok_seq": [0, 0, 0], "tok_pos": [0, 1, 2], "seq_start": [0, 3], "kv_len": [3], "block_table": [[0]], "out_rows": [2]}
+    good = {
+        "tok_seq": [0, 0, 0],
+        "tok_pos": [0, 1, 2],
+        "seq_start": [0, 3],
+        "kv_len": [3],
+        "block_table": [[0]],
+        "out_rows": [2],
+    }
     b = tools.native.Batch()
     b.set(**{k: np.asarray(v, np.int32) for k, v in good.items()})
     with pytest.raises(ValueError, match=match):
@@ -204,3 +245,12 @@ def test_kernels_are_listed(tools):
     docs = tools.native.kernels()
     assert len(docs) == 24
     assert "operands: x:f[T,K] w:weight[N,K] bias?:f32[N] -> y:f[T,N]" in docs["cpu.linear"]
+
+
+def test_self_check():
+    from ktgraph.cpu_kernels import self_check
+
+    found = self_check()
+    assert len(found) == 15
+    for _, check in found:
+        assert check()

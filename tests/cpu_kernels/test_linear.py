@@ -1,4 +1,4 @@
-"""cpu.linear and cpu.batched_linear: odd sizes, every format, equal bits for any threads, ISA and number of rows."""
+"""cpu.linear and cpu.batched_linear: odd sizes, every format, equal bits however divided."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ FORMATS = [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("i
 
 
 @pytest.mark.parametrize(("fmt", "group"), FORMATS)
-@pytest.mark.parametrize(("T", "K", "N"), [(1, 33, 15), (3, 48, 40), (17, 250, 1), (64, 250, 130), (101, 160, 72)])
+@pytest.mark.parametrize(
+    ("T", "K", "N"), [(1, 33, 15), (3, 48, 40), (17, 250, 1), (64, 250, 130), (101, 160, 72)]
+)
 def test_linear(lab, fmt, group, T, K, N):
     x, bias, y = lab.strided(T, K), lab.randn(N, dtype=torch.float32), lab.out(T, N)
     w, dense = lab.weight(fmt, lab.randn(N, K, dtype=torch.float32), group)
@@ -18,7 +20,7 @@ def test_linear(lab, fmt, group, T, K, N):
 def test_linear_output_rows(lab):
     x, y = lab.randn(5, 48), lab.out(5, 20)
     w, dense = lab.weight("bf16", lab.randn(20, 48))
-    lab.run("cpu.linear", [lab.tensor(x, -2), w, None, lab.tensor(y, -2)], T=99, O=3)
+    lab.run("cpu.linear", [lab.tensor(x, -2), w, None, lab.tensor(y, -2)], T=99, rows=3)
     lab.close(y[:3], x[:3].double() @ dense.T)
     assert y[3:].isnan().all()
 

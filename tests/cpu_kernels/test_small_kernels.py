@@ -81,7 +81,13 @@ def test_embedding(lab, table_dtype):
 def test_gather_rows(lab, tools):
     batch = tools.Batch([(0, 3), (2, 4)], 4, out_rows=[2, 6])
     x, y = lab.strided(7, 33), lab.out(2, 33)
-    lab.run("cpu.gather_rows", [lab.tok(x), tools.native.BATCH, lab.tensor(y, -2)], T=7, O=2, batch=batch)
+    lab.run(
+        "cpu.gather_rows",
+        [lab.tok(x), tools.native.BATCH, lab.tensor(y, -2)],
+        T=7,
+        rows=2,
+        batch=batch,
+    )
     assert torch.equal(y, x[[2, 6]])
 
 
@@ -90,12 +96,12 @@ def test_argmax(lab, n):
     x, ids = lab.randn(3, n), lab.out(3, dtype=torch.int32)
     x[1] = 0.5  # all equal
     x[2, n // 2 :] = x[2].max() + 1  # ties
-    lab.run("cpu.argmax", [lab.tensor(x, -2), lab.tensor(ids, -2)], O=3)
+    lab.run("cpu.argmax", [lab.tensor(x, -2), lab.tensor(ids, -2)], rows=3)
     want = [int((row == row.max()).nonzero()[0]) for row in x]
     assert ids.tolist() == want
 
 
-# rope -----------------------------------------------------------------------------------------------------------------
+# rope
 
 
 def rope_ref(x, pos, inv_freq, style, scale):
@@ -127,7 +133,14 @@ def positions(tools, lens=RAGGED):
     b.tokens = len(b.pos)
     seq = [s for s, (_, new) in enumerate(lens) for _ in range(new)]
     b.native = tools.native.Batch()
-    arrays = [seq, b.pos, np.cumsum([0, *(n for _, n in lens)]), [p + n for p, n in lens], np.zeros((len(lens), 1)), []]
+    arrays = [
+        seq,
+        b.pos,
+        np.cumsum([0, *(n for _, n in lens)]),
+        [p + n for p, n in lens],
+        np.zeros((len(lens), 1)),
+        [],
+    ]
     b.native.set(*(np.asarray(a, np.int32) for a in arrays))
     return b
 
@@ -139,12 +152,25 @@ def test_rope(lab, tools, style, P, half):
     T, inv = batch.tokens, 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
     q, k = lab.strided(T, 3, P), lab.strided(T, P)
     q_out, k_out = lab.out(T, 3, P), lab.out(T, P)
-    ops = [lab.tok(q), lab.tok(k), lab.tensor(inv), tools.native.BATCH, lab.tok(q_out), lab.tok(k_out)]
+    ops = [
+        lab.tok(q),
+        lab.tok(k),
+        lab.tensor(inv),
+        tools.native.BATCH,
+        lab.tok(q_out),
+        lab.tok(k_out),
+    ]
     lab.run("cpu.rope", ops, {"style": style, "scale": 1.25}, T=T, batch=batch)
     lab.close(q_out, rope_ref(q, batch.pos, inv, style, 1.25), f32=2e-7)
     lab.close(k_out, rope_ref(k[:, None], batch.pos, inv, style, 1.25)[:, 0], f32=2e-7)
     want = q_out.clone()
-    lab.run("cpu.rope", [lab.tok(q), None, *ops[2:4], lab.tok(q), None], {"style": style, "scale": 1.25}, T=T, batch=batch)
+    lab.run(
+        "cpu.rope",
+        [lab.tok(q), None, *ops[2:4], lab.tok(q), None],
+        {"style": style, "scale": 1.25},
+        T=T,
+        batch=batch,
+    )
     assert torch.equal(q, want)  # in place
 
 
@@ -168,20 +194,52 @@ def test_appends(lab, tools, cache_dtype, page_size):
             assert copy.isnan().all()
 
     latent = tools.Cache(cache_dtype, 3, batch, [R + P])
-    lab.run("cpu.kv_append_latent", [lab.tok(c), lab.tok(pe), latent.native, BATCH], {"layer": 1}, T=T, batch=batch)
+    lab.run(
+        "cpu.kv_append_latent",
+        [lab.tok(c), lab.tok(pe), latent.native, BATCH],
+        {"layer": 1},
+        T=T,
+        batch=batch,
+    )
     assert torch.equal(new_rows(latent, 0, 1), torch.cat([c, pe], -1).to(cache_dtype))
     others_untouched(latent, 1)
 
     latent, q_out = tools.Cache(cache_dtype, 2, batch, [R + P]), lab.out(T, 3, P)
-    ops = [lab.tok(q), lab.tok(pe), lab.tok(c), lab.tensor(inv), latent.native, BATCH, lab.tok(q_out)]
-    lab.run("cpu.rope_append_latent", ops, {"style": "interleaved_to_half", "layer": 0}, T=T, batch=batch)
+    ops = [
+        lab.tok(q),
+        lab.tok(pe),
+        lab.tok(c),
+        lab.tensor(inv),
+        latent.native,
+        BATCH,
+        lab.tok(q_out),
+    ]
+    lab.run(
+        "cpu.rope_append_latent",
+        ops,
+        {"style": "interleaved_to_half", "layer": 0},
+        T=T,
+        batch=batch,
+    )
     lab.close(q_out, rope_ref(q, batch.pos, inv, "interleaved_to_half", 1.0), f32=2e-7)
-    want = torch.cat([c.double(), rope_ref(pe[:, None], batch.pos, inv, "interleaved_to_half", 1.0)[:, 0]], -1)
+    want = torch.cat(
+        [c.double(), rope_ref(pe[:, None], batch.pos, inv, "interleaved_to_half", 1.0)[:, 0]], -1
+    )
     lab.close(new_rows(latent, 0, 0), want, f32=2e-7 if cache_dtype == torch.float32 else 4e-3)
     others_untouched(latent, 0)
 
-    k, v, cache = lab.strided(T, G, A), lab.strided(T, G, Av), tools.Cache(cache_dtype, 2, batch, [G * A, G * Av])
-    lab.run("cpu.kv_append", [lab.tok(k), lab.tok(v), cache.native, BATCH], {"layer": 1}, T=T, batch=batch)
+    k, v, cache = (
+        lab.strided(T, G, A),
+        lab.strided(T, G, Av),
+        tools.Cache(cache_dtype, 2, batch, [G * A, G * Av]),
+    )
+    lab.run(
+        "cpu.kv_append",
+        [lab.tok(k), lab.tok(v), cache.native, BATCH],
+        {"layer": 1},
+        T=T,
+        batch=batch,
+    )
     assert torch.equal(new_rows(cache, 0, 1), k.reshape(T, -1).to(cache_dtype))
     assert torch.equal(new_rows(cache, 1, 1), v.reshape(T, -1).to(cache_dtype))
     others_untouched(cache, 1)

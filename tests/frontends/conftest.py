@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
+from ktgraph.frontends.hf import HfTrace, trace_hf_full
 from ktgraph.ir.graph import Module
 from ktgraph.ir.interp import Interpreter
 from ktgraph.ir.types import StateType
@@ -89,6 +90,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+@functools.cache
+def trace(name: str, dtype: torch.dtype = torch.float32) -> HfTrace:
+    """The module of `build(name, dtype)` without witnesses; not to be changed."""
+    return trace_hf_full(build(name, dtype), witnesses=False)
+
+
 def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
     got, want = got.double(), want.double()
     return float((got - want).square().sum() / want.square().sum())
@@ -127,6 +134,7 @@ class Kit:
     """The helpers above, for tests."""
 
     build = staticmethod(build)
+    trace = staticmethod(trace)
     config = staticmethod(lambda name: CONFIGS[name]())
     nmse = staticmethod(nmse)
     run = staticmethod(run_module)

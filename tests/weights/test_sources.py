@@ -31,21 +31,22 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 40, "moe_intermediate_size": 24,
     "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+HEAD: dict[str, Any] = {"head_dim": 8}
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def _model(name: str) -> Any:
     configs: dict[str, Callable[[], Any]] = {
-        "qwen3_moe": lambda: tf.Qwen3MoeConfig(**SIZES, num_experts=11, head_dim=8),
+        "qwen3_moe": lambda: tf.Qwen3MoeConfig(**SIZES, num_experts=11, **HEAD),
         "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4),
-        "gpt_oss": lambda: tf.GptOssConfig(**{**SIZES, "head_dim": 8}, num_local_experts=4),
+        "gpt_oss": lambda: tf.GptOssConfig(**SIZES, **HEAD, num_local_experts=4),
         "deepseek_v2": lambda: tf.DeepseekV2Config(
             **{**SIZES, "num_key_value_heads": 4}, n_routed_experts=4, n_shared_experts=1,
             first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=4,
             qk_nope_head_dim=8, v_head_dim=8,
         ),
         "tied": lambda: tf.Qwen3MoeConfig(
-            **SIZES, num_experts=4, head_dim=8, tie_word_embeddings=True
+            **SIZES, **HEAD, num_experts=4, tie_word_embeddings=True
         ),
     }  # fmt: skip
     torch.manual_seed(3)

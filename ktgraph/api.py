@@ -1,0 +1,66 @@
+"""`kt.trace`, `kt.compile`, `kt.load`: from a model to something that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.model_input import Model, read_model
+from ktgraph.stages import Compiled, Traced, check_options
+from ktgraph.target import Target
+
+_DTYPES = {"auto": torch.float32, "f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def trace(model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = None) -> Traced:
+    """The first stage: the model's graph as it is, unplaced.
+
+    model: a causal language model loaded by transformers, or its checkpoint folder.
+    dtype: what is computed in.  "auto" is "f32", with every weight kept as it is stored (a bf16
+        checkpoint is `f32[...]<bf16>`: half the bytes, no rounding).
+    tokenizer: a folder with tokenizer.json, if it is not the model's own.
+    """
+    from ktgraph.frontends.hf import trace_hf
+
+    if dtype not in _DTYPES:
+        raise UnsupportedInputError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
+    given = read_model(model, tokenizer)
+    return Traced(trace_hf(given.model, _DTYPES[dtype]), given, dtype)
+
+
+def compile(
+    model: Model,
+    target: str | Path | Target = "auto",
+    pipeline: str = "default",
+    *,
+    quantize: str | None = None,
+    dtype: str = "auto",
+    max_tokens: int | None = None,
+    context: int | None = None,
+    validate: int | None = None,
+    dump: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    **options: Any,
+) -> Compiled:
+    """Trace, lower and compile in one call.
+
+    model, dtype, tokenizer: see `trace`.  The others: see `Traced.lower`.
+    """
+    given = {"quantize": quantize, "max_tokens": max_tokens, "context": context, **options}
+    check_options(given)
+    traced = trace(model, dtype=dtype, tokenizer=tokenizer)
+    return traced.lower(target, pipeline, validate=validate, dump=dump, **given).compile()
+
+
+def load(
+    path: str | Path, model: Model | None = None, *, tokenizer: str | Path | None = None
+) -> Compiled:
+    """A compiled model from the .ktplan that `Compiled.save` wrote.
+
+    model: needed for a plan saved without weights; where given, its weights must be the plan's own.
+    Raises PlanFileError with every reason why the plan does not fit this machine.
+    """
+    return Compiled.from_plan(path, None if model is None else read_model(model, tokenizer))

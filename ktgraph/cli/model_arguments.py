@@ -1,0 +1,40 @@
+"""Arguments that every command on a model has, and lowering a model as they say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ktgraph.stages import Lowered
+
+_OPTIONS = ("quantize", "max_tokens", "max_batch", "context", "rules", "threads", "exact")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and how it is compiled."""
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder")
+    parser.add_argument("--target", default="auto", help="auto, cpu, hybrid, or a target file")
+    parser.add_argument("--pipeline", default="default", help='e.g. "default,-fuse-norms"')
+    parser.add_argument("--quantize", help='e.g. int8, "int4(group=32)"; default: lossless')
+    parser.add_argument("--context", type=int, metavar="ROWS", help="most tokens of a sequence")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens of one call")
+    parser.add_argument("--max-batch", type=int, metavar="N", help="most sequences of one call")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: as measured")
+    parser.add_argument("--rules", metavar="FILE", help="YAML placement rules")
+    parser.add_argument("--exact", action="store_true", default=None, help="refuse lossy rewrites")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write every pass's IR there")
+    parser.add_argument("--validate", type=int, choices=(0, 1, 2), metavar="0|1|2")
+
+
+def lower_model(args: argparse.Namespace) -> Lowered:
+    """Trace and lower args.model."""
+    from ktgraph.api import trace
+
+    traced = trace(args.model, tokenizer=args.tokenizer)
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    return traced.lower(
+        args.target, args.pipeline, validate=args.validate, dump=args.dump, **options
+    )

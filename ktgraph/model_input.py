@@ -1,0 +1,158 @@
+"""What a user may give as a model, and what generation needs to know besides the graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.tokenizer import Tokenizer
+
+Model = nn.Module | str | Path
+
+SUPPORTED = (
+    "give a checkpoint folder (config.json and *.safetensors) or a causal language model loaded "
+    "by transformers"
+)
+_LATER = {".gguf": "GGUF files", ".onnx": "ONNX files"}
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What generation needs besides the graph.  `max_context`: positions the model was made for."""
+
+    name: str
+    max_context: int | None
+    eos: tuple[int, ...]
+    bos: int | None
+    tokenizer: Tokenizer | None
+
+    def need_tokenizer(self, wanted: str) -> Tokenizer:
+        """The tokenizer; without one an error says that token ids work."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        raise UnsupportedInputError(
+            f"{wanted} needs a tokenizer, and {self.name} has no tokenizer.json. Give token ids, "
+            "or compile with tokenizer=<folder that holds a tokenizer.json>"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, the tokenizer's files included, for a saved plan."""
+        tokenizer = self.tokenizer
+        return {
+            "name": self.name,
+            "max_context": self.max_context,
+            "eos": list(self.eos),
+            "bos": self.bos,
+            "tokenizer": None if tokenizer is None else tokenizer.to_json(),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ModelCard:
+        """Reads back what `to_json` gave."""
+        files = data["tokenizer"]
+        return ModelCard(
+            name=data["name"],
+            max_context=data["max_context"],
+            eos=tuple(data["eos"]),
+            bos=data["bos"],
+            tokenizer=None if files is None else Tokenizer.from_json(files),
+        )
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A model that can be traced: a loaded one, or a checkpoint folder."""
+
+    model: PreTrainedModel | Path
+    card: ModelCard
+
+
+def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
+    """Recognise what was given.
+
+    `tokenizer` is a folder with a tokenizer.json; without it the model's own folder is searched.
+    Raises UnsupportedInputError saying what is supported.
+    """
+    if isinstance(model, PreTrainedModel):
+        return ModelInput(model, _card_of_model(model, tokenizer))
+    if isinstance(model, nn.Module):
+        raise UnsupportedInputError(
+            f"{type(model).__name__}: a torch module that is no transformers model is not "
+            f"supported yet; {SUPPORTED}"
+        )
+    folder = _checkpoint_folder(Path(model))
+    return ModelInput(folder, _card_of_folder(folder, tokenizer))
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    later = _LATER.get(path.suffix.lower())
+    if later is not None:
+        raise UnsupportedInputError(f"{path}: {later} are not supported yet; {SUPPORTED}")
+    if not path.exists():
+        raise UnsupportedInputError(
+            f"{path}: no such folder, and ktgraph downloads nothing; {SUPPORTED}"
+        )
+    if not path.is_dir():
+        raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")
+    if not (path / "config.json").is_file():
+        raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
+    return path
+
+
+def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
+    return _card(folder.resolve().name, config, generation, tokenizer or folder)
+
+
+def _card_of_model(model: PreTrainedModel, tokenizer: str | Path | None) -> ModelCard:
+    config = model.config.to_dict()
+    settings = cast("Any", model).generation_config
+    generation: dict[str, Any] = settings.to_dict() if settings is not None else {}
+    folder = Path(model.name_or_path or "-")
+    name = folder.name if folder.is_dir() else type(model).__name__
+    return _card(name, config, generation, tokenizer or folder)
+
+
+def _card(
+    name: str, config: Mapping[str, Any], generation: Mapping[str, Any], folder: str | Path
+) -> ModelCard:
+    found = Tokenizer.from_folder(folder)
+    bos = _first(generation.get("bos_token_id"), config.get("bos_token_id"))
+    eos = _first(generation.get("eos_token_id"), config.get("eos_token_id"))
+    return ModelCard(
+        name=name,
+        max_context=config.get("max_position_embeddings"),
+        eos=_ids(eos),
+        bos=bos if bos is not None or found is None else found.bos_id,
+        tokenizer=found,
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((v for v in values if v is not None), None)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Sequence):
+        return tuple(int(v) for v in cast("Sequence[Any]", value))
+    return () if value is None else (int(value),)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedInputError(f"{path}: not valid JSON: {error}") from None
+    if isinstance(found, dict):
+        return cast("dict[str, Any]", found)
+    raise UnsupportedInputError(f"{path}: expected a JSON object, found {type(found).__name__}")

@@ -1,0 +1,412 @@
+"""From a module, a target and what the user asked for to a decision: what lies and runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ktgraph.cost import Call, type_nbytes
+from ktgraph.errors import MemoryBudgetError
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.graph import Function, Module
+from ktgraph.ir.types import Encoding, StateType, TensorType
+from ktgraph.pass_api import CompileOptions
+from ktgraph.placement.graph import CPU, STREAM, Assign, Machine, Region, Site, regions_of
+from ktgraph.placement.lanes import op_workspace
+from ktgraph.placement.partition import (
+    Budget,
+    Cell,
+    Config,
+    Fixed,
+    NothingFitsError,
+    Pricer,
+    Solution,
+    layer_configs,
+    make_cells,
+    solve,
+)
+from ktgraph.placement.rules import (
+    Rule,
+    RuleError,
+    encodings_only,
+    match_rules,
+    rule_encodings,
+)
+from ktgraph.runtime.arena import phase_sizes, plan_arena
+from ktgraph.target import Target
+from ktgraph.target.description import round_size
+from ktgraph.weights.encodings import parse_encoding
+from ktgraph.weights.policy import Policy
+
+_BUDGET_ENCODING = parse_encoding("int8")  # what a policy's error budget is priced as
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What place was asked for; sizes of the calls that are priced."""
+
+    options: CompileOptions
+    gpu_memory: int | None = None
+    rules: tuple[Rule, ...] = ()
+    context: int = 4096
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes on a device; `kind` is weights, kv, activations, workspace or pinned."""
+
+    device: str
+    kind: str
+    name: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers of a region with one assignment."""
+
+    layers: tuple[int | None, ...]
+    cell: Cell
+    config: Config
+    assign: Assign
+    seconds: float
+
+
+@dataclass
+class Decision:
+    """The outcome; `rules` gives the rule that held for (region, site, layer)."""
+
+    machine: Machine
+    settings: Settings
+    calls: dict[str, Call]
+    weights_of_calls: dict[str, float]
+    encodings: dict[str, Encoding]
+    regions: list[Region]
+    runs: dict[int, list[Run]]
+    state: str
+    streams: bool
+    cache_rows: int
+    terms: list[Term]
+    room: float  # bytes at home for matrices
+    pricer: Pricer
+    rules: dict[tuple[int, int, int | None], Rule] = field(
+        default_factory=dict[tuple[int, int, "int | None"], Rule]
+    )
+
+    def seconds(self, func: str) -> float:
+        """Predicted seconds of one call of a function."""
+        return sum(
+            run.seconds * len(run.layers)
+            for region in self.regions
+            if region.func.name == func
+            for run in self.runs[region.number]
+        )
+
+    def device(self, region: Region, run: Run, site: Site) -> str:
+        """The device of a site that computes, or STREAM."""
+        if site.has_state:
+            return self.state
+        return run.assign.get(site.number, self.machine.home)
+
+    def used(self, device: str) -> float:
+        return sum(t.nbytes for t in self.terms if t.device == device)
+
+
+# -- what is priced --------------------------------------------------------------------------------
+def phase_call(func: Function, settings: Settings) -> Call:
+    """A typical call: decode at the end of each sequence's context, prefill one chunk."""
+    bound = func.attrs.get("max_q")
+    most = bound.const() if isinstance(bound, Dim) and bound.is_const else None
+    if func.attrs.get("phase") == "decode" or most == 1:
+        return Call.decode(max(settings.context - 1, 0), settings.batch)
+    tokens = min(most or settings.options.max_tokens, settings.context)
+    return Call.prefill(max(tokens, 1))
+
+
+def request_calls(
+    module: Module, calls: Mapping[str, Call], settings: Settings
+) -> dict[str, float]:
+    """How often each function runs in a request: half the context is prompt, a quarter is new."""
+    counts: dict[str, float] = {}
+    for func in module.functions.values():
+        tokens = calls[func.name].tokens
+        is_decode = func.attrs.get("phase") == "decode"
+        counts[func.name] = (
+            max(settings.context / 4, 1.0)
+            if is_decode
+            else max(settings.context / 2 / max(tokens, 1), 1.0)
+        )
+    return counts
+
+
+def planned_encodings(module: Module, settings: Settings) -> dict[str, Encoding]:
+    """How weights will be stored, by policy and rules; rules come first."""
+    found: dict[str, Encoding] = {}
+    text = settings.options.quantize
+    if text is not None:
+        for decision in Policy.parse(text).decide(module):
+            if decision.encoding is not None:
+                found[decision.use.name] = decision.encoding
+            elif decision.budget is not None:
+                found[decision.use.name] = _BUDGET_ENCODING
+    by_rule = rule_encodings(module, settings.rules)
+    for name in by_rule:
+        found.pop(name, None)
+    return {**found, **encodings_only(by_rule)}
+
+
+def decide(module: Module, target: Target, settings: Settings) -> Decision:
+    """Choose; raises MemoryBudgetError when the module fits nowhere, RuleError for bad rules."""
+    machine = Machine.of(target)
+    calls = {f.name: phase_call(f, settings) for f in module.functions.values()}
+    encodings = planned_encodings(module, settings)
+    regions = regions_of(module, machine, calls, encodings)
+    held = _held_rules(module, machine, settings, regions)
+    states = _states(machine, regions, held)
+    cells = make_cells(regions, _fixed(held, regions))
+    wanted = settings.options.cache_rows or settings.options.context * settings.options.max_batch
+    least = settings.options.cache_rows or settings.options.context
+    base = partial(_base_terms, module, machine, settings, regions)
+    attempt = partial(_attempt, module, machine, settings, regions, cells)
+    try:
+        return attempt(base(wanted), calls, states, encodings, wanted, held)
+    except MemoryBudgetError:
+        if least == wanted:
+            raise
+    return attempt(base(least), calls, states, encodings, least, held)
+
+
+def _attempt(
+    module: Module,
+    machine: Machine,
+    settings: Settings,
+    regions: list[Region],
+    cells: list[Cell],
+    base: Sequence[Term],
+    calls: dict[str, Call],
+    states: Sequence[str],
+    encodings: dict[str, Encoding],
+    rows: int,
+    held: dict[tuple[int, int, int | None], Rule],
+) -> Decision:
+    memory = home_memory(machine, settings)
+    state_bytes = sum(t.nbytes for t in base if t.kind == "kv")
+    fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv")
+    stream = max((s.streamed_bytes for r in regions for s in r.sites if s.is_experts), default=0.0)
+    budget = Budget(memory - fixed_bytes - state_bytes, state_bytes, stream)
+    counts = request_calls(module, calls, settings)
+    try:
+        solution, pricer = solve(cells, machine, counts, budget, states)
+    except NothingFitsError:
+        terms = [*base, *_all_weights(module, regions, machine.home)]
+        raise _no_room(machine.home, memory, terms, machine.is_hybrid) from None
+    runs = _runs(regions, cells, solution, pricer)
+    decision = Decision(
+        machine, settings, calls, counts, encodings, regions, runs, solution.state,
+        _streams(runs), rows, [], budget.room, pricer, held,
+    )  # fmt: skip
+    decision.terms = _terms(decision, base, stream)
+    host = machine.target.device(CPU).memory if machine.is_hybrid else memory
+    if machine.is_hybrid and decision.used(CPU) > host:
+        raise _no_room(CPU, host, decision.terms, True)
+    return decision
+
+
+def home_memory(machine: Machine, settings: Settings) -> float:
+    """Bytes of the home device that may be used; `gpu_memory` lowers a GPU's."""
+    memory = machine.target.device(machine.home).memory
+    if settings.gpu_memory is None or machine.home == CPU:
+        return float(memory)
+    return float(min(memory, settings.gpu_memory))
+
+
+# -- rules -----------------------------------------------------------------------------------------
+def _held_rules(
+    module: Module, machine: Machine, settings: Settings, regions: Sequence[Region]
+) -> dict[tuple[int, int, int | None], Rule]:
+    if not settings.rules:
+        return {}
+    found = match_rules(module, settings.rules, machine.devices)
+    places: dict[int, tuple[Region, Site]] = {
+        id(s.op): (r, s) for r in regions for s in r.sites if not s.is_barrier
+    }
+    out: dict[tuple[int, int, int | None], Rule] = {}
+    for (op, layer), rule in found.items():
+        region, site = places[id(op)]
+        out[region.number, site.number, layer] = rule
+    return out
+
+
+def _fixed(held: Mapping[tuple[int, int, int | None], Rule], regions: Sequence[Region]) -> Fixed:
+    """Devices that rules set, for ops that do not follow the state."""
+    return {
+        key: rule.device
+        for key, rule in held.items()
+        if rule.device is not None and not regions[key[0]].sites[key[1]].has_state
+    }
+
+
+def _states(
+    machine: Machine, regions: Sequence[Region], held: Mapping[tuple[int, int, int | None], Rule]
+) -> list[str]:
+    """Devices where the cache may lie: a rule for an op on the cache decides for all of them."""
+    asked: dict[str, Rule] = {}
+    for (region, site, _), rule in held.items():
+        if rule.device is not None and regions[region].sites[site].has_state:
+            asked.setdefault(rule.device, rule)
+    if len(asked) > 1:
+        shown = " and ".join(f"{device} ({rule})" for device, rule in asked.items())
+        raise RuleError(f"the cache is one state and lies on one device; rules ask for {shown}")
+    return list(asked) or list(machine.devices)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+def _base_terms(
+    module: Module,
+    machine: Machine,
+    settings: Settings,
+    regions: Sequence[Region],
+    rows: int,
+) -> list[Term]:
+    """What lies at home besides matrices: cache, activations, workspace, vectors."""
+    home = machine.home
+    terms = [Term(home, "kv", f"cache of {rows} rows", cache_nbytes(module, rows))]
+    arenas = [
+        float(plan_arena(module, f, phase_sizes(f, settings.options)).nbytes)
+        for f in module.functions.values()
+    ]
+    terms.append(Term(home, "activations", "values of one call", max(arenas, default=0.0)))
+    ops = [(s.op, r.sizes) for r in regions for s in r.sites if not s.is_barrier]
+    scratch = max((op_workspace(module, op, sizes) for op, sizes in ops), default=0.0)
+    terms.append(Term(home, "workspace", "inside kernels (estimate)", scratch))
+    vectors: dict[str, float] = {}
+    for region in regions:
+        for site in region.sites:
+            for ref, nbytes in site.weights:
+                if ref.name not in site.matrices:
+                    vectors[ref.name] = nbytes * module.weight_of(ref).members
+    terms.append(Term(home, "weights", "norms, biases and tables", sum(vectors.values())))
+    return [t for t in terms if t.nbytes > 0]
+
+
+def cache_nbytes(module: Module, rows: int) -> float:
+    """Bytes of the caches that the first function takes, at `rows` rows a layer."""
+    func = next(iter(module.functions.values()), None)
+    total = 0.0
+    for arg in func.args if func is not None else ():
+        if isinstance(arg.type, StateType):
+            sizes = {**module.dims, "C": rows}
+            layers = arg.type.layers.at(sizes)
+            total += layers * sum(type_nbytes(p, sizes) for p in arg.type.parts)
+    return total
+
+
+def _all_weights(module: Module, regions: Sequence[Region], device: str) -> list[Term]:
+    found: dict[str, Term] = {}
+    for region in regions:
+        for site in region.sites:
+            for ref, nbytes in site.heavy_weights:
+                members = module.weight_of(ref).members
+                found[ref.name] = Term(device, "weights", f"@{ref.name}", nbytes * members)
+    return list(found.values())
+
+
+def _terms(decision: Decision, base: Sequence[Term], stream: float) -> list[Term]:
+    """Every term once the choice is made."""
+    home = decision.machine.home
+    terms = [Term(decision.state, t.kind, t.name, t.nbytes) if t.kind == "kv" else t for t in base]
+    seen: set[tuple[str, str, int | None]] = set()
+    sums: dict[tuple[str, str], float] = {}
+    moved = 0.0
+    for region in decision.regions:
+        for run in decision.runs[region.number]:
+            for site in region.sites:
+                moved += _add_weights(decision, region, run, site, seen, sums)
+    for (device, name), nbytes in sums.items():
+        terms.append(Term(device, "weights", f"@{name}", nbytes))
+    if decision.streams:
+        terms.append(Term(home, "workspace", "buffer of one streamed layer", stream))
+    if decision.machine.is_hybrid:
+        terms.append(Term(CPU, "pinned", "values that cross", moved))
+    return sorted((t for t in terms if t.nbytes > 0), key=lambda t: (t.device, -t.nbytes))
+
+
+def _add_weights(
+    decision: Decision,
+    region: Region,
+    run: Run,
+    site: Site,
+    seen: set[tuple[str, str, int | None]],
+    sums: dict[tuple[str, str], float],
+) -> float:
+    """Count a site's matrices where they lie; returns bytes of results made on the host."""
+    if site.is_barrier:
+        return 0.0
+    device = decision.device(region, run, site)
+    lies = CPU if device == STREAM else device
+    for ref, nbytes in site.heavy_weights:
+        for layer in run.layers:
+            key = (ref.name, lies, layer if ref.index is not None else None)
+            if key not in seen:
+                seen.add(key)
+                sums[lies, ref.name] = sums.get((lies, ref.name), 0.0) + nbytes
+    if device != CPU or site.is_view:
+        return 0.0
+    return sum(region.nbytes(r) for r in site.op.results if isinstance(r.type, TensorType))
+
+
+def _streams(runs: Mapping[int, Sequence[Run]]) -> bool:
+    return any(STREAM in run.assign.values() for held in runs.values() for run in held)
+
+
+def _no_room(
+    device: str, memory: float, terms: Sequence[Term], is_hybrid: bool
+) -> MemoryBudgetError:
+    here = sorted((t for t in terms if t.device == device), key=lambda t: -t.nbytes)
+    total = sum(t.nbytes for t in here)
+    shown = "\n".join(f"  {round_size(t.nbytes):>10}  {t.kind:<11}  {t.name}" for t in here[:6])
+    other = "even with every matrix that may leave on the cpu, " if device != CPU else ""
+    how = other if is_hybrid else ""
+    return MemoryBudgetError(
+        f"the model does not fit: {how}{device} has {round_size(memory)}, this needs up to "
+        f"{round_size(total)}. The largest terms:\n{shown}\n"
+        'Compile with quantize="int4(group=64)", or a smaller context, max_batch or max_tokens'
+    )
+
+
+# -- layers ----------------------------------------------------------------------------------------
+def _runs(
+    regions: Sequence[Region], cells: Sequence[Cell], solution: Solution, pricer: Pricer
+) -> dict[int, list[Run]]:
+    chosen: dict[tuple[int, int | None], tuple[Cell, Config]] = {}
+    for cell in cells:
+        for layer, config in layer_configs(cell, solution.configs[cell.number]):
+            for region in cell.regions:
+                chosen[region.number, layer] = (cell, config)
+    runs: dict[int, list[Run]] = {}
+    for region in regions:
+        held: list[Run] = []
+        for layer in region.layers:
+            cell, config = chosen[region.number, layer]
+            assign, seconds = pricer.best(cell, region, config)
+            if held and dict(held[-1].assign) == dict(assign):
+                last = held[-1]
+                held[-1] = Run((*last.layers, layer), last.cell, last.config, assign, seconds)
+            else:
+                held.append(Run((layer,), cell, config, assign, seconds))
+        runs[region.number] = held
+    return runs
+
+
+__all__ = [
+    "Decision",
+    "Run",
+    "Settings",
+    "Term",
+    "cache_nbytes",
+    "decide",
+    "home_memory",
+    "phase_call",
+]

@@ -1,0 +1,283 @@
+"""A function as the placement sees it: blocks of sites (ops with a price on each device).
+
+A `repeat` is one region, priced once and counted by its layers; the rest of a function is another.
+Tensors that a repeat carries, arguments and results lie on the home device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ktgraph.cost import Call, Encodings, OpCost, op_cost, operand_nbytes, type_nbytes
+from ktgraph.ir.graph import Block, Function, Module, Op, Value, WeightRef
+from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ops.registry import op_def
+from ktgraph.placement.schedule import Task
+from ktgraph.target import Target
+
+CPU = "cpu"
+STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
+Assign = Mapping[int, str]  # site number -> a device, or STREAM
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The target's two sides: `home` is its GPU where it has one; `host` is the CPU."""
+
+    target: Target
+    home: str
+    devices: tuple[str, ...]
+
+    @staticmethod
+    def of(target: Target) -> Machine:
+        names = [d.name for d in target.devices]
+        gpus = [g.name for g in target.gpus]
+        home = target.home if target.home in gpus or not gpus else gpus[0]
+        kept = [n for n in (home, CPU) if n in names]
+        return Machine(target, home, tuple(dict.fromkeys(kept)))
+
+    @property
+    def is_hybrid(self) -> bool:
+        return len(self.devices) == 2
+
+    def transfer(self, src: str, dst: str, nbytes: float) -> float:
+        return self.target.link(src, dst).seconds(nbytes)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One op of a block.  `weights` are (reference, bytes of one member) as they will be stored."""
+
+    op: Op
+    number: int
+    cost: OpCost
+    seconds: Mapping[str, float]
+    weights: tuple[tuple[WeightRef, float], ...]
+    is_view: bool
+    has_state: bool
+    is_barrier: bool  # a repeat: its body is a region of its own
+    matrices: frozenset[str] = frozenset()  # its weights of two or more axes, by name
+
+    @property
+    def is_experts(self) -> bool:
+        return self.op.name in ("moe.grouped_mlp", "moe.experts")
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it applies a matrix (or a stack): its weights are what a budget is about."""
+        return bool(self.heavy_weights)
+
+    @property
+    def heavy_weights(self) -> list[tuple[WeightRef, float]]:
+        return [(r, n) for r, n in self.weights if r.name in self.matrices]
+
+    @property
+    def streamed_bytes(self) -> float:
+        return sum(n for _, n in self.heavy_weights)
+
+
+@dataclass
+class Region:
+    """A block with its sites; `layers` are the values of the repeat's index, or (None,)."""
+
+    number: int
+    func: Function
+    block: Block
+    repeat: Op | None
+    layers: tuple[int | None, ...]
+    call: Call
+    sites: list[Site] = field(default_factory=list[Site])
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def index(self) -> str:
+        return str(self.repeat.attrs["index"]) if self.repeat is not None else ""
+
+    def nbytes(self, value: Value) -> float:
+        return type_nbytes(value.type, self.sizes)
+
+
+def regions_of(
+    module: Module,
+    machine: Machine,
+    calls: Mapping[str, Call],
+    encodings: Encodings | None = None,
+) -> list[Region]:
+    """The regions of every function, each priced at its function's call."""
+    found: list[Region] = []
+    for func in module.functions.values():
+        pending: list[tuple[Block, Op | None]] = [(func.body, None)]
+        while pending:
+            block, repeat = pending.pop(0)
+            region = _region(module, machine, func, block, repeat, calls[func.name], encodings)
+            region.number = len(found)
+            found.append(region)
+            pending += [(op.body, op) for op in block.ops if op.body is not None]
+    return found
+
+
+def _region(
+    module: Module,
+    machine: Machine,
+    func: Function,
+    block: Block,
+    repeat: Op | None,
+    call: Call,
+    encodings: Encodings | None,
+) -> Region:
+    layers: tuple[int | None, ...] = (None,)
+    if repeat is not None:
+        layers = tuple(range(repeat.int_attr("lo"), repeat.int_attr("hi") + 1))
+    region = Region(0, func, block, repeat, layers, call, sizes=call.bindings(module))
+    for number, op in enumerate(block.ops):
+        region.sites.append(_site(module, machine, region, number, op, encodings))
+    return region
+
+
+def _site(
+    module: Module,
+    machine: Machine,
+    region: Region,
+    number: int,
+    op: Op,
+    encodings: Encodings | None,
+) -> Site:
+    if op.body is not None:
+        nothing = OpCost(op, op.name, 1, machine.home, "f32", 0.0, 0.0, 0.0, 0.0, True)
+        seconds = dict.fromkeys(machine.devices, 0.0)
+        return Site(op, number, nothing, seconds, (), False, False, True)
+    repeats = len(region.layers)
+    cost = op_cost(module, op, region.call, region.sizes, repeats, machine.home, encodings)
+    is_view = op_def(op.name).is_view
+    seconds = {
+        d: 0.0 if is_view else cost.seconds(machine.target, d, fallback=True)
+        for d in machine.devices
+    }
+    weights = [
+        (o, operand_nbytes(module, o, region.sizes, encodings))
+        for o in op.operands
+        if isinstance(o, WeightRef)
+    ]
+    matrices = frozenset(r.name for r, _ in weights if module.weight_of(r).type.rank >= 2)
+    types = [v.type for v in (*op.values, *op.results)]
+    has_state = any(isinstance(t, StateType) for t in types)
+    return Site(
+        op, number, cost, seconds, tuple(weights), is_view, has_state, False, matrices
+    )  # fmt: skip
+
+
+def is_light(site: Site) -> bool:
+    """Ops without matrices and state: they go where their neighbours make it cheapest."""
+    return not (site.is_heavy or site.has_state or site.is_barrier)
+
+
+# -- tasks of a region under an assignment ---------------------------------------------------------
+@dataclass
+class RegionTasks:
+    """Tasks of one execution of a region, and the task of each site."""
+
+    tasks: list[Task] = field(default_factory=list[Task])
+    of_site: dict[int, int] = field(default_factory=dict[int, int])
+
+
+def region_tasks(region: Region, machine: Machine, assign: Assign, state: str) -> RegionTasks:
+    """Ops as tasks on their device's lane; values that cross, and streamed weights, on a link's.
+
+    Operands of one op that come from the same device cross together; a value crosses once.
+    """
+    return _Builder(region, machine, assign, state).build()
+
+
+class _Builder:
+    def __init__(self, region: Region, machine: Machine, assign: Assign, state: str) -> None:
+        self.region = region
+        self.machine = machine
+        self.assign = assign
+        self.state = state
+        self.out = RegionTasks()
+        self.at: dict[Value, str] = {}  # where a value was made
+        self.made: dict[Value, int] = {}  # the task that made it
+        self.copies: dict[tuple[Value, str], int] = {}
+
+    def build(self) -> RegionTasks:
+        for site in self.region.sites:
+            self._site(site)
+        ends = [v for v in self.region.block.returns if isinstance(v.type, TensorType)]
+        self._bring(ends, self.machine.home)
+        return self.out
+
+    def device(self, site: Site) -> str:
+        if site.is_barrier:
+            return self.machine.home
+        if site.has_state:
+            return self.state
+        if site.is_view:
+            return self._where(site.op.values[0]) if site.op.values else self.machine.home
+        chosen = self.assign.get(site.number, self.machine.home)
+        return self.machine.home if chosen == STREAM else chosen
+
+    def _where(self, value: Value) -> str:
+        if isinstance(value.type, StateType):
+            return self.state
+        return self.at.get(value, self.machine.home)
+
+    def _site(self, site: Site) -> None:
+        device = self.device(site)
+        values = [v for v in site.op.values if isinstance(v.type, (TensorType, StateType))]
+        after = self._bring([v for v in values if isinstance(v.type, TensorType)], device)
+        after += [self.made[v] for v in values if v in self.made and self._where(v) == device]
+        if self.assign.get(site.number) == STREAM and device != CPU:
+            seconds = self.machine.transfer(CPU, device, site.streamed_bytes)
+            after.append(self._add(f"stream {_name(site.op)}", _link(CPU, device), seconds, ()))
+        number = self._add(_name(site.op), device, site.seconds.get(device, 0.0), after)
+        self.out.of_site[site.number] = number
+        for result in site.op.results:
+            self.at[result], self.made[result] = device, number
+
+    def _bring(self, values: Sequence[Value], device: str) -> list[int]:
+        """Tasks that bring values made elsewhere to the device; those already there are reused."""
+        found: list[int] = []
+        wanted: dict[str, list[Value]] = {}
+        for value in dict.fromkeys(values):
+            src = self._where(value)
+            if src == device:
+                continue
+            if (value, device) in self.copies:
+                found.append(self.copies[value, device])
+            else:
+                wanted.setdefault(src, []).append(value)
+        for src, group in wanted.items():
+            seconds = self.machine.transfer(src, device, sum(map(self.region.nbytes, group)))
+            after = [self.made[v] for v in group if v in self.made]
+            name = f"copy {', '.join('%' + v.name for v in group)}"
+            number = self._add(name, _link(src, device), seconds, after)
+            self.copies.update({(v, device): number for v in group})
+            found.append(number)
+        return found
+
+    def _add(self, name: str, lane: str, seconds: float, after: Sequence[int]) -> int:
+        self.out.tasks.append(Task(name, lane, seconds, tuple(dict.fromkeys(after))))
+        return len(self.out.tasks) - 1
+
+
+def _link(src: str, dst: str) -> str:
+    return f"{src} -> {dst}"
+
+
+def _name(op: Op) -> str:
+    return f"%{op.results[0].name}" if op.results else op.name
+
+
+__all__ = [
+    "CPU",
+    "STREAM",
+    "Assign",
+    "Machine",
+    "Region",
+    "RegionTasks",
+    "Site",
+    "is_light",
+    "region_tasks",
+    "regions_of",
+]

@@ -1,0 +1,248 @@
+"""Running a plan: native plans bound to memory, Python kernels in between, measured timelines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.interp import evaluate_attr
+from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ops.registry import op_def
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.batch import Batch
+from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.flat import Slot, View
+from ktgraph.runtime.native import Addresses, native_operand, native_state
+from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
+from ktgraph.runtime.packed import LoadedWeights
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, launcher, op_line
+
+
+class ExecutionError(RuntimeError):
+    """An op failed while a plan ran; the message names its line in the IR."""
+
+
+@dataclass
+class CallSizes:
+    """The sizes and the batch of one call."""
+
+    tokens: int
+    rows: int
+    native: Any  # the engine's Batch, None without native code
+    batch: Callable[[], Batch]  # the torch form, made only when a Python kernel wants it
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One instruction of a measured run, in seconds from its start."""
+
+    kernel: str
+    op: str  # the op's line in the IR
+    phase: str
+    start: float
+    seconds: float
+
+
+Segment = Callable[[CallSizes], None]
+
+
+class Executor:
+    """A plan bound to its weights, cache and threads."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: LoadedWeights,
+        states: Sequence[InPlaceState],
+        shape: CacheShape,
+        threads: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.weights = weights
+        self.states = list(states)
+        self.shape = shape
+        self.arena = torch.empty(plan.arena_nbytes + 64, dtype=torch.uint8)
+        self.trace: list[TraceEvent] | None = None  # a list here makes runs timed
+        needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
+        self.engine: Any = _engine(threads) if needs_native else None
+        self._phases = {p.name: _BoundPhase(self, p) for p in plan.phases}
+
+    @property
+    def threads(self) -> int:
+        return int(self.engine.threads) if self.engine is not None else 1
+
+    def run(self, phase: str, call: CallSizes) -> None:
+        """Run one phase on what lies in its argument buffers."""
+        bound = self._phases[phase]
+        if self.trace is not None:
+            bound.run_timed(call, self.trace)
+            return
+        for segment in bound.segments:
+            segment(call)
+
+    def segments(self, phase: str) -> int:
+        """Calls that one run of the phase makes: native ones, and Python kernels."""
+        return len(self._phases[phase].segments)
+
+    def window(self, phase: str, slot: Slot, tokens: int, rows: int) -> torch.Tensor:
+        """A tensor over a slot's bytes, for arguments and results."""
+        plan = self.plan.phase(phase)
+        assert isinstance(slot.type, TensorType)
+        ref = TensorRef(slot.type.dtype, plan.layouts.view(slot))
+        return self.tensor(plan, ref, {"T": tokens, "O": rows})
+
+    def tensor(self, phase: PhasePlan, ref: TensorRef, sizes: dict[str, int]) -> torch.Tensor:
+        """A view of the arena at the sizes of a call."""
+        view: View = ref.view
+        dtype = torch_dtype(ref.dtype)
+        start = phase.arena.offset(view.root.name)
+        storage = self.arena[start:].view(dtype)
+        at = storage.storage_offset() + view.offset.at(sizes)
+        return storage.as_strided(_at(view.dims, sizes), _at(view.strides, sizes), at)
+
+    def addresses(self, phase: PhasePlan) -> Addresses:
+        """Where the operands of a phase lie."""
+        base = self.arena.data_ptr()
+        return Addresses(
+            lambda root: base + phase.arena.offset(root),
+            self.weights.native,
+            lambda use: self._native_state(phase, use),
+        )
+
+    def _native_state(self, phase: PhasePlan, use: StateUse) -> Any:
+        type = use.slot.type
+        assert isinstance(type, StateType)
+        parts = self.state(phase, use).parts
+        pages, size = self.shape.pages, self.shape.page_size
+        return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
+
+    def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
+        """The cache that a state argument of the phase stands for."""
+        return self.states[argument_slots(phase)[1].index(use.argument)]
+
+
+def _engine(threads: int) -> Any:
+    from ktgraph.cpu_kernels import load_native
+
+    return load_native().Engine(threads)
+
+
+def _at(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
+    return [d.at(sizes) for d in dims]
+
+
+class _BoundPhase:
+    """Segments of one phase, ready to be called."""
+
+    def __init__(self, executor: Executor, phase: PhasePlan) -> None:
+        self.executor = executor
+        self.phase = phase
+        self.parts = phase.segments
+        self._native: dict[int, Any] = {}  # the engine's plans by segment number
+        self.segments = [self._bind(n, part) for n, part in enumerate(self.parts)]
+
+    def _bind(self, number: int, part: tuple[Instruction, ...]) -> Segment:
+        if not part[0].is_native:
+            return self._python_call(part[0])
+        plan = self._native_plan(part)
+        self._native[number] = plan
+        start = plan.run
+
+        def native(call: CallSizes) -> None:
+            start(call.tokens, call.rows, call.native)
+
+        return native
+
+    def _native_plan(self, part: Sequence[Instruction]) -> Any:
+        from ktgraph.cpu_kernels import load_native
+
+        sizes = self.phase.arena.sizes
+        at = self.executor.addresses(self.phase)
+        plan = load_native().Plan(self.executor.engine, sizes.tokens, sizes.rows)
+        for item in part:
+            operands = [native_operand(o, at) for o in item.operands]
+            try:
+                plan.add(item.kernel, operands, dict(item.attrs))
+            except ValueError as error:
+                raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
+        return plan
+
+    def _python_call(self, item: Instruction) -> Segment:
+        """The op's reference, or a launcher with the reference's signature."""
+        step = self.phase.step(item)
+        launch = launcher(step.op, item.kernel)
+        assert launch is not None
+        full = op_def(step.op.name).signature.full_attrs(step.op.attrs)
+        count = len(step.operands)
+
+        def run(call: CallSizes) -> None:
+            sizes = {"T": call.tokens, "O": call.rows}
+            bindings = {**step.bindings, **sizes}
+            operands = [self._value(o, sizes, call) for o in item.operands[:count]]
+            attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
+            try:
+                found = launch(*operands, **attrs)
+            except Exception as error:
+                line = op_line(self.phase, item)
+                raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
+            results = cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
+            for ref, value in zip(item.operands[count:], results, strict=True):
+                if isinstance(ref, TensorRef):
+                    self.executor.tensor(self.phase, ref, sizes).copy_(value)
+
+        return run
+
+    def _value(self, ref: OperandRef, sizes: dict[str, int], call: CallSizes) -> Any:
+        if ref is None:
+            return None
+        if isinstance(ref, TensorRef):
+            return self.executor.tensor(self.phase, ref, sizes)
+        if isinstance(ref, WeightUse):
+            return self.executor.weights.value(ref)
+        if isinstance(ref, StateUse):
+            return self.executor.state(self.phase, ref)
+        return call.batch()
+
+    def run_timed(self, call: CallSizes, trace: list[TraceEvent]) -> None:
+        """Run, and append one event for each instruction."""
+        begin = trace[-1].start + trace[-1].seconds if trace else 0.0
+        for number, part in enumerate(self.parts):
+            seconds = self._timed(number, call)
+            for item, spent in zip(part, seconds, strict=True):
+                line = op_line(self.phase, item)
+                trace.append(TraceEvent(item.kernel, line, self.phase.name, begin, spent))
+                begin += spent
+
+    def _timed(self, number: int, call: CallSizes) -> list[float]:
+        if number in self._native:
+            found: list[float] = self._native[number].run_timed(call.tokens, call.rows, call.native)
+            return found
+        start = time.perf_counter()
+        self.segments[number](call)
+        return [time.perf_counter() - start]
+
+
+def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:
+    """Events in the Chrome trace format (times in microseconds): load it in a trace viewer."""
+    rows = [
+        {
+            "name": e.kernel,
+            "cat": "reference" if e.kernel.startswith("torch.") else "native",
+            "ph": "X",
+            "ts": e.start * 1e6,
+            "dur": e.seconds * 1e6,
+            "pid": 0,
+            "tid": e.phase,
+            "args": {"op": e.op},
+        }
+        for e in events
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": rows}
+
+
+__all__ = ["CallSizes", "ExecutionError", "Executor", "TraceEvent", "chrome_trace"]

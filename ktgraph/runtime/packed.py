@@ -1,0 +1,123 @@
+"""Weights as kernels read them: tiles for matrices, dense tensors for the rest, each made once.
+
+Loading streams: a stack of experts is read, quantized and packed one expert at a time, so the
+checkpoint never exists twice.  Tiles of several weights are made side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ktgraph.ir.types import DTYPES
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.native import dense_dtype, native_dense, native_weight, packed_nbytes
+from ktgraph.runtime.operands import WeightUse
+from ktgraph.weights.evaluate import WeightEvaluator
+
+_SHOW_PROGRESS = 1 << 30  # bytes of weights from which loading shows a bar, on a terminal
+_WORKERS = 4  # weights packed side by side, at most; each holds one expert in memory
+
+Advance = Callable[[str, int], None]  # what was loaded, and its bytes
+
+
+def use_nbytes(use: WeightUse) -> int:
+    """Bytes that a weight takes in memory, from its type alone."""
+    if use.form == "tile":
+        return packed_nbytes(use)
+    return prod(d.const() for d in use.type.dims) * DTYPES[dense_dtype(use)]
+
+
+class LoadedWeights:
+    """Every weight a plan uses, by `WeightUse.key`.
+
+    `owner` keeps alive what the tensors are views of, such as a mapped file.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], owner: object = None) -> None:
+        self.tensors = dict(tensors)
+        self._owner = owner
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def native(self, use: WeightUse) -> Any:
+        """The engine's object of a packed or dense weight."""
+        found = self.tensors[use.key]
+        if use.form == "tile":
+            return native_weight(use, found.data_ptr(), found.nbytes)
+        return native_dense(use, found.data_ptr())
+
+    def value(self, use: WeightUse) -> torch.Tensor:
+        """The dense tensor of a weight that a torch reference reads."""
+        return self.tensors[use.key]
+
+
+def load_weights(
+    uses: Sequence[WeightUse], evaluator: WeightEvaluator, threads: int = 1
+) -> LoadedWeights:
+    """Evaluate and pack every weight.
+
+    Raises WeightError or WeightSourceError naming a weight that the source does not have.
+    """
+    total = sum(map(use_nbytes, uses))
+    with _progress(total) as advance:
+        return LoadedWeights(dict(_load_all(uses, evaluator, threads, advance)))
+
+
+def _load_all(
+    uses: Sequence[WeightUse], evaluator: WeightEvaluator, threads: int, advance: Advance
+) -> Iterator[tuple[str, torch.Tensor]]:
+    tiles = [u for u in uses if u.form == "tile"]
+    for use in uses:
+        if use.form != "tile":
+            yield use.key, _dense(use, evaluator)
+            advance(use.key, use_nbytes(use))
+    pool = ThreadPoolExecutor(max(1, min(threads, _WORKERS)))
+    pack = partial(_tiles, evaluator)
+    try:
+        for use, packed in zip(tiles, pool.map(pack, tiles), strict=True):
+            yield use.key, packed
+            advance(use.key, packed.nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, what has not begun is left
+
+
+def _tiles(evaluator: WeightEvaluator, use: WeightUse) -> torch.Tensor:
+    (packed,) = evaluator.stored(use.ref, use.index)
+    return packed
+
+
+def _dense(use: WeightUse, evaluator: WeightEvaluator) -> torch.Tensor:
+    """A copy of its own: sources may give views of mapped files or of a live model."""
+    if use.form == "stored":
+        (value,) = evaluator.stored(use.ref, use.index)
+    else:
+        value = evaluator.tensor(use.ref, use.index)
+    kept = torch.empty(value.shape, dtype=torch_dtype(dense_dtype(use)))
+    return kept.copy_(value)
+
+
+@contextmanager
+def _progress(total: int) -> Generator[Advance]:
+    if total < _SHOW_PROGRESS or not sys.stderr.isatty():
+        yield lambda name, nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("packing weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("weights", total=total)
+        yield lambda name, nbytes: bar.advance(task, nbytes)
+
+
+__all__ = ["LoadedWeights", "load_weights", "use_nbytes"]

@@ -1,0 +1,281 @@
+"""`Plan`: what runs, as flat lists of instructions over planned buffers, one list per phase.
+
+A plan is made from the final IR alone: no weights, no memory, no threads.  Consecutive native
+instructions form one *segment*, a single call into the native engine; a kernel in Python, such as
+the fallback `torch.reference`, ends a segment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ktgraph.ir.graph import Function, Module, Op
+from ktgraph.ir.printer import print_op
+from ktgraph.ir.types import BatchType, StateType, TensorType
+from ktgraph.ops.registry import kernels_for
+from ktgraph.runtime.arena import Arena, PlanError, max_q, read_arena
+from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten
+from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, emitter
+from ktgraph.runtime.operands import (
+    BatchUse,
+    Instruction,
+    OperandRef,
+    Operands,
+    StateUse,
+    TensorRef,
+    WeightUse,
+)
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One function: its instructions in order, and the arena they work in."""
+
+    name: str
+    max_q: int | None  # most new tokens of one sequence; None: no bound
+    flat: FlatFunction
+    layouts: Layouts
+    arena: Arena
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def segments(self) -> list[tuple[Instruction, ...]]:
+        """Runs of native instructions, and single calls of Python kernels."""
+        found: list[list[Instruction]] = []
+        for item in self.instructions:
+            if found and item.is_native and found[-1][-1].is_native:
+                found[-1].append(item)
+            else:
+                found.append([item])
+        return [tuple(s) for s in found]
+
+    @property
+    def fallbacks(self) -> list[Instruction]:
+        """Instructions that run an op's torch reference."""
+        return [i for i in self.instructions if i.kernel == REFERENCE]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether all of it runs in the native engine."""
+        return all(i.is_native for i in self.instructions)
+
+    def step(self, item: Instruction) -> FlatOp:
+        return self.flat.ops[item.step]
+
+    def uses(self) -> Iterator[WeightUse]:
+        for item in self.instructions:
+            yield from (o for o in item.operands if isinstance(o, WeightUse))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The phases of a module."""
+
+    module: Module
+    phases: tuple[PhasePlan, ...]
+
+    @staticmethod
+    def build(module: Module) -> Plan:
+        """Plan every function of a lowered module.
+
+        Raises PlanError naming the op when plan-memory or lower has not run, and for a module
+        that is placed on devices which this version cannot run.
+        """
+        elsewhere = why_not_runnable(module)
+        if elsewhere:
+            raise PlanError(elsewhere)
+        return Plan(module, tuple(plan_phase(module, f) for f in module.functions.values()))
+
+    def phase(self, name: str) -> PhasePlan:
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        known = ", ".join(p.name for p in self.phases)
+        raise PlanError(f"the plan has no phase @{name} (phases: {known})")
+
+    def phase_for(self, most_new: int) -> PhasePlan:
+        """The phase with the smallest bound that serves `most_new` tokens of one sequence.
+
+        Where none does, the one with the largest bound: longer requests are cut to it.
+        """
+        bounded = [(float("inf") if p.max_q is None else p.max_q, p) for p in self.phases]
+        fitting = [b for b in bounded if b[0] >= most_new]
+        if fitting:
+            return min(fitting, key=lambda b: b[0])[1]
+        return max(bounded, key=lambda b: b[0])[1]
+
+    def uses(self) -> list[WeightUse]:
+        """Every weight in every form that a phase reads, each once, in order of first use."""
+        found: dict[str, WeightUse] = {}
+        for phase in self.phases:
+            for use in phase.uses():
+                found.setdefault(use.key, use)
+        return list(found.values())
+
+    @property
+    def states(self) -> list[StateType]:
+        """Types of the caches, as the first phase takes them; dims are numbers, C is left."""
+        return [a.type for a in self.phases[0].flat.args if isinstance(a.type, StateType)]
+
+    @property
+    def arena_nbytes(self) -> int:
+        """The phases run one at a time and share one arena."""
+        return max((p.arena.nbytes for p in self.phases), default=0)
+
+    def text(self) -> str:
+        """Every instruction with its operands' places: the file plan.txt of a dump."""
+        return "\n".join(line for phase in self.phases for line in _phase_lines(phase)) + "\n"
+
+
+def why_not_runnable(module: Module) -> str:
+    """Why the module cannot run here: ops on other devices than the CPU; empty when it can."""
+    home = module.home or "cpu"
+    devices = Counter(
+        device
+        for op in module.walk()
+        if op.body is None
+        and (device := next((r.type.device for r in op.results if r.type.device), home)) != "cpu"
+    )
+    if not devices:
+        return ""
+    shown = ", ".join(f"{count} ops on {name}" for name, count in sorted(devices.items()))
+    return (
+        f"@{module.name} is placed for a machine with a GPU ({shown}): this version plans such a "
+        'module (ktgraph dump, explain) but cannot run it yet; compile with target="cpu"'
+    )
+
+
+def plan_phase(module: Module, func: Function) -> PhasePlan:
+    """The instructions of one function."""
+    arena = read_arena(func)
+    flat = flatten(module, func)
+    layouts = Layouts(flat)
+    items: list[Instruction] = []
+    for position, step in enumerate(flat.ops):
+        items += instructions_of(module, layouts, step, position)
+    _check_places(func, flat, layouts, arena)
+    return PhasePlan(func.name, max_q(func), flat, layouts, arena, tuple(items))
+
+
+def instructions_of(
+    module: Module, layouts: Layouts, step: FlatOp, position: int
+) -> list[Instruction]:
+    """What an op's kernel (`via`) does; nothing for a view."""
+    via = step.op.via
+    if via is None:
+        raise PlanError(f"no kernel was chosen: run the pass lower\n  in: {step.op}")
+    if via == VIEW:
+        if position not in layouts.aliases:
+            raise PlanError(f"the strides do not allow a view\n  in: {step.op}")
+        return []
+    operands = Operands(module, layouts, step)
+    if launcher(step.op, via) is not None:
+        return [_python_call(operands, via, position)]
+    emit = emitter(step.op.name, via)
+    return [
+        Instruction(via, tuple(given), attrs, position, True) for given, attrs in emit(operands)
+    ]
+
+
+def launcher(op: Op, via: str) -> Callable[..., Any] | None:
+    """The Python function of a kernel; None for one of the native engine.
+
+    Raises PlanError for a kernel that is not registered.
+    """
+    for kernel in kernels_for(op.name):
+        if kernel.name == via:
+            return kernel.launch
+    raise PlanError(
+        f"kernel {via} is not registered for {op.name}: was the plan made by another version, or "
+        f"is a plug-in missing?\n  in: {op}"
+    )
+
+
+def _python_call(operands: Operands, via: str, position: int) -> Instruction:
+    step = operands.step
+    given = [operands.weight(i, "value") for i in range(len(step.operands))]
+    results = [operands.result(i) for i in range(len(step.results))]
+    return Instruction(via, (*given, *results), {}, position, False)
+
+
+def _check_places(func: Function, flat: FlatFunction, layouts: Layouts, arena: Arena) -> None:
+    roots = {view.root.name for view in layouts.views.values()}
+    missing = sorted(r for r in roots if arena.owner.get(r, r) not in arena.places)
+    if missing:
+        raise PlanError(
+            f"@{func.name}: %{missing[0]} has no buffer: run plan-memory after the last rewrite"
+        )
+
+
+# -- text -----------------------------------------------------------------------------------------
+def _phase_lines(phase: PhasePlan) -> list[str]:
+    segments = phase.segments
+    native = sum(s[0].is_native for s in segments)
+    counts = Counter(i.kernel for i in phase.instructions)
+    sizes = phase.arena.sizes
+    lines = [
+        f"@{phase.name}: {len(phase.instructions)} instructions, {native} native segment(s), "
+        f"{len(segments) - native} Python call(s), {len(phase.fallbacks)} of them fallbacks, "
+        f"arena {phase.arena.nbytes} bytes, "
+        f"at most {sizes.tokens} tokens of {sizes.batch} sequences",
+        "  " + ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())),
+    ]
+    for number, segment in enumerate(segments):
+        lines.append(f"  segment {number}: {'native' if segment[0].is_native else 'Python'}")
+        lines += [f"    {_instruction_text(phase, item)}" for item in segment]
+    return [*lines, ""]
+
+
+def _instruction_text(phase: PhasePlan, item: Instruction) -> str:
+    op = phase.step(item).op
+    shown = ", ".join(_operand_text(phase, o) for o in item.operands)
+    attrs = " ".join(f"{k}={v}" for k, v in item.attrs.items())
+    name = item.kernel if item.is_native else f"{item.kernel} {op.name}"
+    place = f"  // {op.loc}" if op.loc else ""
+    return f"{name} {shown} {attrs}".rstrip() + place
+
+
+def _operand_text(phase: PhasePlan, ref: OperandRef) -> str:
+    if ref is None:
+        return "_"
+    if isinstance(ref, WeightUse):
+        return f"@{ref.key}"
+    if isinstance(ref, StateUse):
+        return f"state{ref.argument}"
+    if isinstance(ref, BatchUse):
+        return "batch"
+    shape = ", ".join(map(str, ref.view.dims))
+    at = phase.arena.offset(ref.view.root.name)
+    inner = "" if ref.view.offset == 0 else f"+{ref.view.offset}"
+    return f"%{ref.view.root.name}{inner}@{at}:{ref.dtype}[{shape}]"
+
+
+def op_line(phase: PhasePlan, item: Instruction) -> str:
+    """The op's line in the IR, for error messages and timelines."""
+    return print_op(phase.step(item).op).split("\n")[0]
+
+
+def argument_slots(phase: PhasePlan) -> tuple[list[Slot], list[int], list[int]]:
+    """A function's tensor arguments, and the positions of its states and of its batch."""
+    args = phase.flat.args
+    tensors = [a for a in args if isinstance(a.type, TensorType)]
+    states = [i for i, a in enumerate(args) if isinstance(a.type, StateType)]
+    batches = [i for i, a in enumerate(args) if isinstance(a.type, BatchType)]
+    return tensors, states, batches
+
+
+__all__ = [
+    "PhasePlan",
+    "Plan",
+    "PlanError",
+    "TensorRef",
+    "argument_slots",
+    "instructions_of",
+    "launcher",
+    "op_line",
+    "plan_phase",
+    "why_not_runnable",
+]

@@ -1,0 +1,414 @@
+"""`.ktplan`: a compiled model in one file, which starts without tracing, passes or packing.
+
+A zip of stored members: plan.ktir (the final IR), pipeline.txt, options.json, target.toml,
+weights.json (where each weight comes from, and where it lies in packed.bin), env.json (what the
+plan was made with), extras such as the tokenizer, and packed.bin, whose data begin at a multiple of
+64 bytes of the file and are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import struct
+import zipfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from ktgraph.errors import KtgraphError
+from ktgraph.ir.graph import Module
+from ktgraph.ir.lexer import ParseError
+from ktgraph.ir.parser import parse_module
+from ktgraph.ir.printer import print_weight
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.pass_api import CompileOptions
+from ktgraph.runtime.arena import PlanError
+from ktgraph.runtime.native import dense_dtype
+from ktgraph.runtime.operands import WeightUse
+from ktgraph.runtime.packed import LoadedWeights, load_weights, use_nbytes
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.runner import Runner, fit_cache, worker_threads
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import WeightSource
+
+FORMAT = 1
+_ALIGN = 64
+_PAD_ID = 0xD935  # the extra field by which archives are aligned
+_TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
+_PACKED = "packed.bin"
+
+
+class PlanFileError(KtgraphError, ValueError):
+    """A .ktplan that is damaged, or that was made for something else; the message lists all."""
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a .ktplan holds.  `weights` is None when it was saved without packed weights."""
+
+    path: Path
+    plan: Plan
+    options: CompileOptions
+    pipeline: str
+    target: str  # TOML
+    fingerprint: str  # of the weights
+    extras: Mapping[str, str]
+    weights: LoadedWeights | None
+
+    @property
+    def module(self) -> Module:
+        return self.plan.module
+
+    def runner(self, source: WeightSource | None = None, threads: int | None = None) -> Runner:
+        """Ready to run; `source` is needed only for a file without packed weights.
+
+        Raises MemoryBudgetError when it does not fit, PlanFileError without weights.
+        """
+        count = worker_threads(self.options, threads)
+        shape = fit_cache(self.plan, self.options, count)
+        weights = self.weights
+        if weights is None and source is None:
+            raise PlanFileError(f"{self.path}: {_NO_WEIGHTS}")
+        if weights is None:
+            assert source is not None
+            evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
+            weights = load_weights(self.plan.uses(), evaluator, count)
+        return Runner.bind(self.plan, weights, shape, count)
+
+
+_NO_WEIGHTS = "it was saved without packed weights: give the model they come from"
+
+
+# -- saving ---------------------------------------------------------------------------------------
+def save_plan(
+    path: str | Path,
+    runner: Runner,
+    options: CompileOptions,
+    *,
+    fingerprint: str,
+    pipeline: str = "",
+    target: str = "",
+    extras: Mapping[str, str] | None = None,
+    packed: bool = True,
+) -> None:
+    """Write a .ktplan, whole or not at all.
+
+    fingerprint: of the weights' source.  target: TOML.  extras: further texts by member name.
+    packed: also the packed weights; without them loading needs the model and packs again.
+    """
+    plan, weights = runner.plan, runner.executor.weights
+    places = _places(plan.uses()) if packed else []
+    texts = {
+        "plan.ktir": str(plan.module),
+        "pipeline.txt": pipeline,
+        "options.json": _json(asdict(options)),
+        "target.toml": target,
+        "weights.json": _json(_describe_weights(plan, fingerprint, places)),
+        "env.json": _json(environment(plan)),
+        **{_extra_name(k): v for k, v in (extras or {}).items()},
+    }
+    with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, text in texts.items():
+            archive.writestr(name, text)
+        if packed:
+            _write_packed(archive, weights, places)
+
+
+def _extra_name(name: str) -> str:
+    if name in (*_TEXTS, _PACKED):
+        raise PlanFileError(f"extra {name!r}: the name belongs to the file itself")
+    return name
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight's bytes lie in packed.bin."""
+
+    key: str
+    type: str
+    offset: int
+    nbytes: int
+
+
+def _places(uses: Sequence[WeightUse]) -> list[_Place]:
+    places: list[_Place] = []
+    at = 0
+    for use in uses:
+        nbytes = use_nbytes(use)
+        places.append(_Place(use.key, str(use.type), at, nbytes))
+        at += -(-nbytes // _ALIGN) * _ALIGN
+    return places
+
+
+def _describe_weights(plan: Plan, fingerprint: str, places: Sequence[_Place]) -> dict[str, object]:
+    declared = [print_weight(w) for w in plan.module.weights.values()]
+    return {
+        "fingerprint": fingerprint,
+        "weights": declared,
+        "packed": [asdict(p) for p in places],
+    }
+
+
+def _write_packed(
+    archive: zipfile.ZipFile, weights: LoadedWeights, places: Sequence[_Place]
+) -> None:
+    info = zipfile.ZipInfo(_PACKED)
+    assert archive.fp is not None
+    head = archive.fp.tell() + 30 + len(_PACKED) + 20  # with the 64-bit size field
+    pad = -(head + 4) % _ALIGN
+    info.extra = struct.pack("<HH", _PAD_ID, pad) + bytes(pad)
+    with archive.open(info, "w", force_zip64=True) as file:
+        for place in places:
+            data = weights.tensors[place.key].reshape(-1).view(torch.uint8).numpy()
+            file.write(data.data)
+            file.write(bytes(-place.nbytes % _ALIGN))
+
+
+@contextmanager
+def _replacing(path: Path) -> Generator[IO[bytes]]:
+    """A file that takes the place of `path` when all is written."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            yield file
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1)
+
+
+# -- the environment ------------------------------------------------------------------------------
+def environment(plan: Plan) -> dict[str, str]:
+    """What a plan depends on besides its file."""
+    found = {"format": str(FORMAT), "ktgraph": _version()}
+    if any(i.is_native for p in plan.phases for i in p.instructions):
+        found |= {"isa": _isa(), "kernels": _library_hash()}
+    if not all(p.is_native for p in plan.phases):
+        found["torch"] = torch.__version__
+    return {**found, "machine": platform.machine()}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("ktgraph")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _isa() -> str:
+    from ktgraph.cpu_kernels import load_native
+
+    return str(load_native().isa_info()["chosen"])
+
+
+def _library_hash() -> str:
+    from ktgraph.cpu_kernels import load_native
+
+    return hashlib.sha256(Path(load_native().__file__).read_bytes()).hexdigest()[:16]
+
+
+_ENV_HINTS = {
+    "format": "this version reads format {now}, the file has {was}",
+    "ktgraph": "it was made by ktgraph {was}, this is {now}",
+    "isa": "it was made for the instruction set {was}, this machine uses {now} (KTGRAPH_ISA={was} "
+    "asks for it, where the CPU has it)",
+    "kernels": "the native kernels were built anew since (library {was}, now {now})",
+    "torch": "some of its ops run on torch {was}, this is {now}",
+    "machine": "it was made for {was}, this is {now}",
+}
+
+
+# -- loading --------------------------------------------------------------------------------------
+def load_plan(
+    path: str | Path,
+    source: WeightSource | None = None,
+    expected: Mapping[str, object] | None = None,
+) -> PlanFile:
+    """Read a .ktplan; its packed weights are mapped, not read.
+
+    source: the model, if the caller has it: its weights must be those the plan was made from.
+    expected: option values that the caller insists on, e.g. {"page_size": 32}.
+    Raises PlanFileError: one line for a damaged file, or every reason why the plan does not fit.
+    """
+    path = Path(path)
+    with _reading(path) as archive:
+        texts = {i.filename: _text(archive, i) for i in archive.infolist() if i.filename != _PACKED}
+        _require_members(path, texts)
+        env = cast("dict[str, str]", _object(path, texts, "env.json"))
+        _refuse(path, _format_reasons(env))
+        options = _options(path, texts)
+        plan = _plan(path, texts)
+        described = _object(path, texts, "weights.json")
+        reasons = [
+            *_environment_reasons(env, environment(plan)),
+            *_option_reasons(options, expected or {}),
+            *_weight_reasons(described, source),
+        ]
+        _refuse(path, reasons)
+        weights = _map_packed(path, archive, plan, described)
+    return PlanFile(
+        path,
+        plan,
+        options,
+        texts["pipeline.txt"],
+        texts["target.toml"],
+        str(described.get("fingerprint")),
+        {k: v for k, v in texts.items() if k not in _TEXTS},
+        weights,
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, what: str) -> PlanFileError:
+    return PlanFileError(
+        f"{path} is no whole .ktplan ({what}): it was cut off, changed, or is another kind of "
+        "file. Save it again"
+    )
+
+
+def _text(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
+    try:
+        return archive.read(info).decode()
+    except UnicodeDecodeError as error:
+        raise zipfile.BadZipFile(f"{info.filename} is no text") from error
+
+
+def _require_members(path: Path, texts: Mapping[str, str]) -> None:
+    missing = [name for name in _TEXTS if name not in texts]
+    if missing:
+        raise _damaged(path, f"it lacks {', '.join(missing)}")
+
+
+def _object(path: Path, texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(texts[name])
+    except ValueError as error:
+        raise _damaged(path, f"{name}: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"{name} holds no JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def _options(path: Path, texts: Mapping[str, str]) -> CompileOptions:
+    given = _object(path, texts, "options.json")
+    unknown = sorted(given.keys() - {f.name for f in fields(CompileOptions)})
+    if unknown:
+        raise PlanFileError(f"{path}: unknown option {unknown[0]}: it was made by a newer version")
+    return CompileOptions(**given)
+
+
+def _plan(path: Path, texts: Mapping[str, str]) -> Plan:
+    try:
+        return Plan.build(parse_module(texts["plan.ktir"]))
+    except (ParseError, PlanError, KeyError, ValueError) as error:
+        raise PlanFileError(f"{path}: plan.ktir cannot be planned: {error}") from error
+
+
+def _refuse(path: Path, reasons: Sequence[str]) -> None:
+    if reasons:
+        shown = "\n".join(f"  - {r}" for r in reasons)
+        raise PlanFileError(f"{path} does not fit:\n{shown}\nCompile the model again and save it")
+
+
+def _format_reasons(env: Mapping[str, str]) -> list[str]:
+    was = str(env.get("format"))
+    return [] if was == str(FORMAT) else [_ENV_HINTS["format"].format(was=was, now=FORMAT)]
+
+
+def _environment_reasons(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    keys = [k for k in _ENV_HINTS if was.get(k) != now.get(k)]
+    return [_ENV_HINTS[k].format(was=was.get(k, "none"), now=now.get(k, "none")) for k in keys]
+
+
+def _option_reasons(options: CompileOptions, expected: Mapping[str, object]) -> list[str]:
+    return [
+        f"{name}={value} is asked for, it was made with {getattr(options, name, 'no such option')}"
+        for name, value in expected.items()
+        if getattr(options, name, None) != value
+    ]
+
+
+def _weight_reasons(described: Mapping[str, Any], source: WeightSource | None) -> list[str]:
+    if source is None:
+        return []
+    was, now = str(described.get("fingerprint")), source.fingerprint()
+    if was == now:
+        return []
+    return [f"it was made from other weights (fingerprint {was}, the model given has {now})"]
+
+
+def _map_packed(
+    path: Path, archive: zipfile.ZipFile, plan: Plan, described: Mapping[str, Any]
+) -> LoadedWeights | None:
+    if _PACKED not in archive.namelist():
+        return None
+    try:
+        places = {p["key"]: _Place(**p) for p in described["packed"]}
+    except (KeyError, TypeError) as error:
+        raise _damaged(path, f"weights.json: {error!r}") from error
+    info = archive.getinfo(_PACKED)
+    start = _data_offset(path, info)
+    if start % _ALIGN or start + info.file_size > path.stat().st_size:
+        raise _damaged(path, f"{_PACKED} is not where it should be")
+    mapped = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
+    _read_ahead(mapped)
+    whole = torch.as_tensor(mapped)
+    tensors = {u.key: _mapped(path, whole, u, places) for u in plan.uses()}
+    return LoadedWeights(tensors, owner=mapped)
+
+
+def _data_offset(path: Path, info: zipfile.ZipInfo) -> int:
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        head = file.read(30)
+    if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        raise _damaged(path, f"{_PACKED} has no header")
+    names, extra = struct.unpack("<HH", head[26:30])
+    return info.header_offset + 30 + int(names) + int(extra)
+
+
+def _read_ahead(mapped: np.memmap[Any, Any]) -> None:
+    inner: mmap.mmap | None = getattr(mapped, "_mmap", None)
+    if inner is not None and hasattr(mmap, "MADV_WILLNEED"):
+        inner.madvise(mmap.MADV_WILLNEED)
+
+
+def _mapped(
+    path: Path, whole: torch.Tensor, use: WeightUse, places: Mapping[str, _Place]
+) -> torch.Tensor:
+    place = places.get(use.key)
+    if place is None or place.type != str(use.type):
+        raise _damaged(path, f"weights.json does not hold @{use.key} as {use.type}")
+    if place.offset % _ALIGN or place.nbytes != use_nbytes(use):
+        raise _damaged(path, f"@{use.key} has {place.nbytes} bytes at {place.offset}")
+    if place.offset + place.nbytes > whole.numel():
+        raise _damaged(path, f"@{use.key} lies beyond the end of {_PACKED}")
+    data = whole[place.offset : place.offset + place.nbytes]
+    if use.form == "tile":
+        return data
+    shape = [d.const() for d in use.type.dims]
+    return data.view(torch_dtype(dense_dtype(use))).reshape(shape)
+
+
+__all__ = ["FORMAT", "PlanFile", "PlanFileError", "environment", "load_plan", "save_plan"]

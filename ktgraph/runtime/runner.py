@@ -1,0 +1,372 @@
+"""`Runner`: sequences over a paged cache, and `forward`, which appends tokens and gives logits.
+
+`InterpreterRunner` has the same interface and runs the interpreter: slow, and what the IR means.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.ir.graph import Function, Module
+from ktgraph.ir.interp import Interpreter, WeightProvider
+from ktgraph.ir.types import BatchType, StateType, TensorType
+from ktgraph.pass_api import CompileOptions
+from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
+from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
+from ktgraph.runtime.executor import CallSizes, Executor, TraceEvent, chrome_trace
+from ktgraph.runtime.flat import Slot
+from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
+from ktgraph.runtime.packed import LoadedWeights, load_weights
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots
+from ktgraph.runtime.steps import CallLimits, Piece, StepArrays, schedule
+from ktgraph.target.probe import probe_memory
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import WeightSource
+
+Request = tuple[int, Sequence[int]]  # sequence number, its new tokens
+Rows = Literal["last", "all"]
+
+
+class RunnerBusyError(KtgraphError, RuntimeError):
+    """A call while another one runs."""
+
+
+class PagedRunner(ABC):
+    """Sequences, pages and the cutting of requests into calls; subclasses run one call."""
+
+    def __init__(self, module: Module, shape: CacheShape, phases: dict[str, CallLimits]) -> None:
+        first = next(iter(module.functions.values()))
+        self.module = module
+        self.shape = shape
+        self.phases = phases
+        self.vocabulary = _vocabulary(module, first)
+        self.max_tokens = max(p.tokens for p in phases.values())
+        self.max_batch = max(p.batch for p in phases.values())
+        self.sequences = SequenceTable(shape)
+        self._lock = Lock()
+        width = shape.pages_for(shape.sequence_rows)
+        rows = max(p.rows for p in phases.values())
+        self._step = StepArrays(self.max_tokens, self.max_batch, rows, width)
+
+    @property
+    def context(self) -> int:
+        """Most rows of one sequence."""
+        return self.shape.sequence_rows
+
+    @property
+    def cache_rows(self) -> int:
+        return self.shape.rows
+
+    @property
+    def page_size(self) -> int:
+        return self.shape.page_size
+
+    def open(self) -> int:
+        """A new, empty sequence."""
+        return self.sequences.open()
+
+    def close(self, seq: int) -> None:
+        """End a sequence and give its pages back."""
+        self.sequences.close(seq)
+
+    def length(self, seq: int) -> int:
+        """Cache rows of a sequence."""
+        return self.sequences[seq].length
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Forget all but the first `n` rows."""
+        self.sequences.truncate(seq, n)
+
+    def forward(self, requests: Sequence[Request], logits: Rows = "last") -> Tensor:
+        """Append tokens to sequences and run the model on them.
+
+        Gives f32[O, VOC]: the row of each request's last token, or of every token, in order.
+        Sequences of any lengths share calls; long requests are cut into several.  After an error
+        or Ctrl-C every sequence is as it was before the call.
+
+        Raises UnknownSequenceError, UnsupportedInputError for ids that are no tokens,
+        ContextLimitError or CacheFullError when rows are missing, RunnerBusyError on re-entry.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RunnerBusyError(
+                "forward is running already, in another thread or below this call: a runner "
+                "serves one caller at a time. Wait for it, or make a second runner"
+            )
+        try:
+            return self._forward(requests, logits)
+        finally:
+            self._lock.release()
+
+    def _forward(self, requests: Sequence[Request], logits: Rows) -> Tensor:
+        wanted = self._checked(requests, logits)
+        before = {seq: self.sequences[seq].length for seq in wanted}
+        try:
+            self.sequences.reserve({seq: len(ids) for seq, ids in wanted.items()})
+            found = self._run(requests, before, logits == "all")
+            for seq, ids in wanted.items():
+                self.sequences[seq].length += len(ids)
+        except BaseException:
+            self.sequences.restore(before)
+            raise
+        return found
+
+    def _checked(self, requests: Sequence[Request], logits: Rows) -> dict[int, Sequence[int]]:
+        if logits not in ("last", "all"):
+            raise UnsupportedInputError(f'logits={logits!r}: expected "last" or "all"')
+        if not requests:
+            raise UnsupportedInputError("no requests: expected at least one (sequence, tokens)")
+        wanted = dict(requests)
+        if len(wanted) != len(requests):
+            raise UnsupportedInputError("a sequence may be in a call once: join its tokens")
+        for seq, ids in wanted.items():
+            if len(ids) == 0:
+                raise UnsupportedInputError(f"sequence {seq}: no tokens were given")
+            if min(ids) < 0 or max(ids) >= self.vocabulary:
+                wrong = next(i for i in ids if not 0 <= i < self.vocabulary)
+                raise UnsupportedInputError(
+                    f"sequence {seq}: token {wrong} is outside the vocabulary of {self.vocabulary}"
+                )
+        return wanted
+
+    def _run(self, requests: Sequence[Request], before: dict[int, int], all_rows: bool) -> Tensor:
+        lengths = [len(ids) for _, ids in requests]
+        phase = self._phase_for(max(lengths))
+        rows: list[Tensor] = []
+        for pieces in schedule(lengths, self.phases[phase], all_rows):
+            wanted = all_rows or any(p.is_last for p in pieces)
+            ids = self._describe(requests, before, pieces, all_rows)
+            found = self._call(phase, ids)
+            if wanted:
+                rows.append(found)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _phase_for(self, most_new: int) -> str:
+        """The phase with the smallest bound that fits, else the one with the largest."""
+        bounds = {name: limits.max_q for name, limits in self.phases.items()}
+        fitting = {name: q for name, q in bounds.items() if q >= most_new}
+        return (
+            min(fitting, key=fitting.__getitem__)
+            if fitting
+            else max(bounds, key=bounds.__getitem__)
+        )
+
+    def _describe(
+        self,
+        requests: Sequence[Request],
+        before: dict[int, int],
+        pieces: list[Piece],
+        all_rows: bool,
+    ) -> list[int]:
+        """Write the call's arrays; returns its token ids."""
+        step = self._step
+        step.begin()
+        ids: list[int] = []
+        for piece in pieces:
+            seq, tokens = requests[piece.request]
+            table = self.sequences[seq].table
+            step.add(before[seq] + piece.start, piece.tokens, table)
+            ids += tokens if piece.tokens == len(tokens) else tokens[piece.start : piece.stop]
+            if piece.is_last and not all_rows:
+                step.want(step.tokens - 1)
+        if all_rows:
+            step.want_all()
+        elif step.rows == 0:
+            step.want(step.tokens - 1)  # a call has one row of logits at least
+        return ids
+
+    @abstractmethod
+    def _call(self, phase: str, ids: list[int]) -> Tensor:
+        """Run the call that `self._step` describes; f32[rows, VOC], memory of its own."""
+
+
+class Runner(PagedRunner):
+    """Runs a plan on this machine."""
+
+    def __init__(self, executor: Executor) -> None:
+        plan = executor.plan
+        phases = {p.name: _limits(p.arena.sizes, p.max_q) for p in plan.phases}
+        super().__init__(plan.module, executor.shape, phases)
+        self.executor = executor
+        self._ports = {p.name: _Port(executor, p) for p in plan.phases}
+        self._batch = _native_batch() if executor.engine is not None else None
+
+    @staticmethod
+    def load(
+        module: Module,
+        source: WeightSource,
+        options: CompileOptions,
+        *,
+        threads: int | None = None,
+    ) -> Runner:
+        """Plan a lowered module, check the memory it needs, load and pack its weights.
+
+        threads: None: `options.threads`, or what suits this machine.
+        Raises PlanError, MemoryBudgetError (before anything is loaded), WeightError.
+        """
+        plan = Plan.build(module)
+        count = worker_threads(options, threads)
+        shape = fit_cache(plan, options, count)
+        evaluator = WeightEvaluator(module, source, cache_nbytes=0)
+        return Runner.bind(plan, load_weights(plan.uses(), evaluator, count), shape, count)
+
+    @staticmethod
+    def bind(plan: Plan, weights: LoadedWeights, shape: CacheShape, threads: int) -> Runner:
+        """A runner over weights that are loaded already."""
+        states = allocate_states(plan.states, plan.module.dims, shape.rows)
+        return Runner(Executor(plan, weights, states, shape, threads))
+
+    @property
+    def plan(self) -> Plan:
+        return self.executor.plan
+
+    def timeline(self, requests: Sequence[Request], logits: Rows = "last") -> dict[str, Any]:
+        """`forward`, measured: every instruction's seconds in the Chrome trace format.
+
+        Like `forward` it appends the tokens.
+        """
+        return chrome_trace(self.measure(requests, logits))
+
+    def measure(self, requests: Sequence[Request], logits: Rows = "last") -> list[TraceEvent]:
+        """`forward`, measured: one event for each instruction."""
+        events: list[TraceEvent] = []
+        self.executor.trace = events
+        try:
+            self.forward(requests, logits)
+        finally:
+            self.executor.trace = None
+        return events
+
+    def _call(self, phase: str, ids: list[int]) -> Tensor:
+        step, port = self._step, self._ports[phase]
+        port.ids[: step.tokens] = ids
+        if self._batch is not None:
+            step.give_to(self._batch)
+        call = CallSizes(step.tokens, step.rows, self._batch, self._torch_batch)
+        self.executor.run(phase, call)
+        return port.logits[: step.rows].to(torch.float32, copy=True)
+
+    def _torch_batch(self) -> Any:
+        return self._step.as_batch(self.page_size)
+
+
+class _Port:
+    """Where a phase's token ids go in and its logits come out."""
+
+    def __init__(self, executor: Executor, phase: PhasePlan) -> None:
+        sizes = phase.arena.sizes
+        self.ids = executor.window(phase.name, _ids_slot(phase), sizes.tokens, sizes.rows).numpy()
+        slot = next(s for s in phase.flat.returns if isinstance(s.type, TensorType))
+        self.logits = executor.window(phase.name, slot, sizes.tokens, sizes.rows)
+
+
+def _ids_slot(phase: PhasePlan) -> Slot:
+    tensors, states, batches = argument_slots(phase)
+    ids = [s for s in tensors if isinstance(s.type, TensorType) and s.type.dtype in ("i32", "i64")]
+    if len(tensors) == len(ids) == len(batches) == 1 and states:
+        return ids[0]
+    shown = ", ".join(f"%{a.name}: {a.type}" for a in phase.flat.args)
+    raise PlanError(
+        f"@{phase.name}({shown}) is no causal language model: expected token ids, a batch and "
+        "caches. Run it with the interpreter"
+    )
+
+
+def _vocabulary(module: Module, func: Function) -> int:
+    logits = next((v.type for v in func.body.returns if isinstance(v.type, TensorType)), None)
+    if logits is None:
+        raise PlanError(f"@{func.name} returns no logits")
+    return logits.dims[-1].at(module.dims)
+
+
+def _limits(sizes: PhaseSizes, bound: int | None) -> CallLimits:
+    most = sizes.tokens if bound is None else min(bound, sizes.tokens)
+    return CallLimits(sizes.tokens, sizes.batch, sizes.rows, most)
+
+
+def _native_batch() -> Any:
+    from ktgraph.cpu_kernels import load_native
+
+    return load_native().Batch()
+
+
+def worker_threads(options: CompileOptions, threads: int | None) -> int:
+    """Worker threads: as asked for, else one for each CPU this process may use."""
+    from ktgraph.cpu_kernels import NativeMissingError, load_native
+
+    asked = threads or options.threads
+    if asked:
+        return asked
+    try:
+        return len(load_native().default_cpus())
+    except NativeMissingError:
+        return 1
+
+
+def fit_cache(plan: Plan, options: CompileOptions, threads: int) -> CacheShape:
+    """The cache's shape; raises MemoryBudgetError when plan and cache exceed what is available."""
+    available = probe_memory().available
+    shape = choose_cache(plan, options, available, threads)
+    check_memory(memory_need(plan, shape, threads), available)
+    return shape
+
+
+class InterpreterRunner(PagedRunner):
+    """The same interface on the interpreter: any flat module, at any stage of the pipeline.
+
+    `dtype` replaces every float dtype (torch.float64 to validate).
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        weights: WeightProvider,
+        options: CompileOptions,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        size = options.page_size
+        rows = options.cache_rows or options.max_batch * options.context
+        shape = CacheShape(size, max(1, rows // size), options.context)
+        functions = module.functions.values()
+        phases = {f.name: _limits(phase_sizes(f, options), max_q(f)) for f in functions}
+        super().__init__(module, shape, phases)
+        self._interpreter = Interpreter(module, weights, dtype)
+        first = next(iter(module.functions.values()))
+        types = [a.type for a in first.args if isinstance(a.type, StateType)]
+        states = [self._interpreter.new_state(t, shape.rows) for t in types]
+        self._states = [InPlaceState(s.parts) for s in states]
+
+    def _call(self, phase: str, ids: list[int]) -> Tensor:
+        func = self.module.functions[phase]
+        states = iter(self._states)
+        inputs = [self._argument(a.type, ids, states) for a in func.args]
+        found = self._interpreter.run(phase, inputs)
+        return next(r for r in found if isinstance(r, Tensor)).clone()
+
+    def _argument(self, type: object, ids: list[int], states: Any) -> Any:
+        if isinstance(type, BatchType):
+            return self._step.as_batch(self.page_size)
+        if isinstance(type, StateType):
+            return next(states)
+        wanted = (
+            torch.int64 if isinstance(type, TensorType) and type.dtype == "i64" else torch.int32
+        )
+        return torch.tensor(ids, dtype=wanted)
+
+
+__all__ = [
+    "InterpreterRunner",
+    "PagedRunner",
+    "Request",
+    "Rows",
+    "Runner",
+    "RunnerBusyError",
+    "fit_cache",
+    "worker_threads",
+]

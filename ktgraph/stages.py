@@ -1,0 +1,396 @@
+"""The stages a model goes through, each an object that prints itself: Traced, Lowered, Compiled."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
+from ktgraph.ir.graph import Module
+from ktgraph.model_input import ModelCard, ModelInput
+from ktgraph.pass_api import CompileOptions, PassContext
+from ktgraph.pass_manager import PassManager, PassReport
+from ktgraph.perplexity import Perplexity, perplexity
+from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.planfile import load_plan, save_plan
+from ktgraph.runtime.runner import Runner
+from ktgraph.sampling import Sampling
+from ktgraph.target import Target, probe_memory, resolve_target
+from ktgraph.tokenizer import Tokenizer
+from ktgraph.weights.sources import ModelSource, SafetensorsSource, WeightSource
+
+Ids = Sequence[int]
+Prompt = str | Ids | Tensor
+_CARD = "model.json"  # the member of a .ktplan that holds the `ModelCard`
+_CONTEXT = 4096  # rows of a sequence where the model allows more and the user says nothing
+
+
+def compile_options(card: ModelCard, dtype: str, given: dict[str, Any]) -> CompileOptions:
+    """What the user gave over the defaults; None means the default.  Unknown names are errors."""
+    check_options(given)
+    chosen = {k: v for k, v in given.items() if v is not None}
+    context = min(card.max_context or _CONTEXT, _CONTEXT)
+    options = replace(CompileOptions(), **{"context": context, "dtype": dtype, **chosen})
+    if card.max_context is not None and options.context > card.max_context:
+        raise UnsupportedInputError(
+            f"context={options.context}: {card.name} was made for {card.max_context} positions"
+        )
+    return options
+
+
+def check_options(given: dict[str, Any]) -> None:
+    """Raises UnsupportedInputError for a name that is no option, with close ones."""
+    known = sorted({f.name for f in fields(CompileOptions)} - {"dtype"})
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            raise UnsupportedInputError(f"unknown option {name!r}; {hint}")
+
+
+class Traced:
+    """The model's graph as its own code computes it: unplaced, with leading axes [b, s]."""
+
+    def __init__(self, ir: Module, given: ModelInput, dtype: str) -> None:
+        self.ir = ir
+        self.given = given
+        self.dtype = dtype
+
+    def as_text(self) -> str:
+        """Canonical .ktir text; `ktgraph opt` resumes from it."""
+        return str(self.ir)
+
+    __str__ = as_text
+
+    def __repr__(self) -> str:
+        return f"Traced(@{self.ir.name}, {sum(1 for _ in self.ir.walk())} ops)"
+
+    def lower(
+        self,
+        target: str | Path | Target = "auto",
+        pipeline: str = "default",
+        *,
+        validate: int | None = None,
+        dump: str | Path | None = None,
+        **options: Any,
+    ) -> Lowered:
+        """Run the passes; the traced graph itself stays as it is.
+
+        target: "auto", "cpu", "hybrid", "cuda", a target file, its name, or a `Target`.
+        pipeline: e.g. "default,-fuse-norms,+my-pass@before:place".
+        validate: 0, 1 (every pass on a miniature in float64) or 2 (kernels too); None: what the
+            environment's KTGRAPH_VALIDATE says.
+        dump: folder for every pass's IR and reports; None: what KTGRAPH_DUMP says.
+        options: fields of `CompileOptions`: quantize, max_tokens, context, max_batch, cache_rows,
+            exact, rules, threads, page_size.  None means the default.
+        """
+        chosen = compile_options(self.given.card, self.dtype, options)
+        context = PassContext(resolve_target(target), weight_source(self.given), chosen)
+        module = self.ir.clone()
+        report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
+        return Lowered(module, report, context, self.given.card, pipeline)
+
+
+def weight_source(given: ModelInput) -> WeightSource:
+    """Where the model's weights are read from."""
+    if isinstance(given.model, PreTrainedModel):
+        return ModelSource(given.model)
+    return SafetensorsSource(given.model)
+
+
+class Lowered:
+    """The graph after every pass: placed, scheduled, each op with its kernel."""
+
+    def __init__(
+        self,
+        module: Module,
+        passes: PassReport,
+        context: PassContext,
+        card: ModelCard,
+        pipeline: str,
+    ) -> None:
+        self.module = module
+        self.passes = passes
+        self.context = context
+        self.card = card
+        self.pipeline = pipeline
+
+    def as_text(self) -> str:
+        """Canonical .ktir text."""
+        return str(self.module)
+
+    __str__ = as_text
+
+    def __repr__(self) -> str:
+        return f"Lowered(@{self.module.name}, {len(self.passes.records)} passes)"
+
+    def ir_after(self, name: str) -> Module:
+        """The graph as the pass called `name` left it."""
+        return self.passes.ir_after(name)
+
+    def diff(self, name: str) -> str:
+        """What the pass changed, as a unified diff of the text."""
+        return self.passes.diff(name)
+
+    def why_not(self, rule: str, layer: int | None = None) -> str:
+        """Where a rule matched, and why it did not elsewhere."""
+        return self.passes.why_not(rule, layer=layer)
+
+    @property
+    def target(self) -> Target:
+        """The machine it was lowered for."""
+        assert self.context.target is not None
+        return self.context.target
+
+    @property
+    def threads(self) -> int:
+        """Worker threads that will run it: as asked for, else as measured for the target."""
+        return self.context.options.threads or self.target.cpu.threads
+
+    def cost_analysis(self) -> CostAnalysis:
+        """FLOPs, bytes and predicted seconds: ``.at(T=1, S=4096).table()``."""
+        return cost_analysis(self.module, self.target)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Bytes by device and kind, from types alone, with a cache of the default size."""
+        return memory_analysis(self.module, self.context.options)
+
+    def memory_need(self) -> MemoryNeed:
+        """Bytes that `compile` will take of this machine's memory; nothing is loaded for it."""
+        plan = Plan.build(self.module)
+        available = probe_memory().available
+        shape = choose_cache(plan, self.context.options, available, self.threads)
+        return memory_need(plan, shape, self.threads)
+
+    def compile(self) -> Compiled:
+        """Load and pack the weights, and make the graph ready to run.
+
+        Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
+        """
+        source, options = self.context.source, self.context.options
+        assert source is not None
+        runner = Runner.load(self.module, source, options, threads=self.threads)
+        made = Provenance(self.pipeline, options, self.target, source.fingerprint())
+        return Compiled(runner, self.card, made, self.passes)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a compiled model was made with; `fingerprint` is that of its weights."""
+
+    pipeline: str
+    options: CompileOptions
+    target: Target
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts as token ids, and how they were given, which is how results are given back."""
+
+    ids: list[list[int]]
+    is_text: bool
+    is_single: bool
+
+
+class Compiled:
+    """A model that runs.  Calls are not safe from several threads at once."""
+
+    def __init__(
+        self, runner: Runner, card: ModelCard, made: Provenance, passes: PassReport | None = None
+    ) -> None:
+        self.runner = runner
+        self.card = card
+        self.made = made
+        self.passes = passes  # None: loaded from a plan
+        self.limits = Limits(
+            max_tokens=runner.max_tokens,
+            max_batch=runner.max_batch,
+            context=runner.context,
+            cache_rows=runner.cache_rows,
+            page_size=runner.page_size,
+            vocabulary=runner.vocabulary,
+        )
+        self._last: Generation | None = None
+
+    @property
+    def last(self) -> Generation:
+        """Texts, ids, ends and timing of the last `generate`, also when it was interrupted."""
+        if self._last is None:
+            raise UnsupportedInputError("nothing was generated yet: call generate first")
+        return self._last
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.card.tokenizer
+
+    @overload
+    def __call__(self, input_ids: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, input_ids: Sequence[Ids]) -> list[Tensor]: ...
+    def __call__(self, input_ids: Tensor | Sequence[Ids]) -> Tensor | list[Tensor]:
+        """Logits of every token, as the model itself gives them.
+
+        Ids [b, s] give f32[b, s, VOC]; a list of b id lists of any lengths gives b of f32[s, VOC].
+        """
+        if not isinstance(input_ids, Tensor):
+            return prompt_logits(self.runner, self.limits, input_ids)
+        if input_ids.dim() != 2:
+            raise UnsupportedInputError(
+                f"input_ids has shape {list(input_ids.shape)}: expected [b, s]; for prompts of "
+                "different lengths give a list of id lists"
+            )
+        prompts = cast("list[list[int]]", input_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return torch.stack(prompt_logits(self.runner, self.limits, prompts))
+
+    def logits(self, prompts: str | Sequence[str] | Sequence[Ids] | Ids | Tensor) -> Tensor:
+        """Logits of the token after each prompt, f32[prompts, VOC]."""
+        rows = prompt_logits(self.runner, self.limits, self._prompts(prompts).ids)
+        return torch.stack([r[-1] for r in rows])
+
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        eos: int | Sequence[int] | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """Continue a prompt, or several in one ragged batch.
+
+        prompt: a text, a list of texts, token ids, or a list of token id lists.  Texts come back
+            as texts and ids as ids, one for each prompt; neither the end token nor a stop string is
+            part of them.
+        max_new_tokens: None goes on to the end token or until the context is full.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`; 0 is greedy.
+        seed: makes draws repeatable; a prompt's draws do not depend on the others of its batch.
+        stop: texts that end a sequence.
+        eos: end token ids (default: those of the model's generation_config.json); () for none.
+        stream: yield pieces as they come: text that never splits a character nor shows a part of a
+            stop string (ids for prompts of ids), with several prompts (index, piece).
+
+        `last` holds texts, ids, why each sequence ended and timing, also after Ctrl-C, which frees
+        the cache and goes on as KeyboardInterrupt.
+        """
+        prompts = self._prompts(prompt)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        ends = self.card.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        decoder = Decoder(self.runner, self.limits, self.tokenizer)
+        self._last, events = decoder.start(
+            prompts.ids,
+            [sampling] * len(prompts.ids),
+            Endings(max_new_tokens, frozenset(ends), stops),
+        )
+        if stream:
+            return _stream(events, prompts)
+        for _ in events:
+            pass
+        found = self._last.texts if prompts.is_text else self._last.ids
+        return found[0] if prompts.is_single else found
+
+    def perplexity(
+        self, text: str | Ids, window: int = 1023, bos: int | Literal["auto"] | None = "auto"
+    ) -> Perplexity:
+        """Perplexity of a text or of token ids: windows of `window` tokens, each behind `bos`.
+
+        Every token is scored once.  bos: "auto" is the model's own begin token, None is none.
+        """
+        if isinstance(text, str):
+            text = self.card.need_tokenizer("perplexity of a text").encode(text, special=False)
+        first = self.card.bos if bos == "auto" else bos
+        return perplexity(self.runner, self.limits, text, window=window, bos=first)
+
+    # ---- what it is and costs
+
+    @property
+    def module(self) -> Module:
+        """The graph that runs."""
+        return self.runner.module
+
+    def cost_analysis(self) -> CostAnalysis:
+        """FLOPs, bytes and predicted seconds: ``.at(T=1, S=4096).table()``."""
+        return cost_analysis(self.module, self.made.target)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Bytes by device and kind, with the cache as it is."""
+        return memory_analysis(self.module, self.made.options, self.limits.cache_rows)
+
+    def save(self, path: str | Path, *, weights: bool = True) -> None:
+        """Write a .ktplan that `kt.load` starts from without tracing, passes or packing.
+
+        weights: also the packed weights; without them `kt.load` needs the model and packs again.
+        """
+        save_plan(
+            path,
+            self.runner,
+            self.made.options,
+            fingerprint=self.made.fingerprint,
+            pipeline=self.made.pipeline,
+            target=self.made.target.to_toml(),
+            extras={_CARD: json.dumps(self.card.to_json())},
+            packed=weights,
+        )
+
+    @staticmethod
+    def from_plan(path: str | Path, given: ModelInput | None) -> Compiled:
+        """What `kt.load` does; raises PlanFileError."""
+        source = weight_source(given) if given is not None else None
+        file = load_plan(path, source)
+        target = Target.from_toml(file.target, path=f"{path}: target.toml")
+        made = Provenance(file.pipeline, file.options, target, file.fingerprint)
+        card = ModelCard.from_json(json.loads(file.extras[_CARD]))
+        threads = file.options.threads or target.cpu.threads
+        return Compiled(file.runner(source, threads), card, made)
+
+    def _prompts(self, given: Any) -> _Prompts:
+        plain = cast("Any", given.tolist()) if isinstance(given, Tensor) else given  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(plain, str):
+            return _Prompts([self._encode(plain)], is_text=True, is_single=True)
+        if not isinstance(plain, Sequence) or not plain:
+            raise _wrong_prompt(given)
+        items = cast("Sequence[Any]", plain)
+        if all(isinstance(p, str) for p in items):
+            return _Prompts([self._encode(p) for p in items], is_text=True, is_single=False)
+        if all(isinstance(p, int) for p in items):
+            return _Prompts([list(items)], is_text=False, is_single=True)
+        if all(isinstance(p, Sequence) and not isinstance(p, str) for p in items):
+            return _Prompts([list(p) for p in items], is_text=False, is_single=False)
+        raise _wrong_prompt(given)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.card.need_tokenizer("a text prompt").encode(text)
+
+
+def _wrong_prompt(given: object) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"prompt of type {type(given).__name__}: expected a text, a list of texts, token ids, or a "
+        "list of token id lists"
+    )
+
+
+def _stream(events: Generator[Event], prompts: _Prompts) -> Iterator[Any]:
+    with closing(events):
+        for event in events:
+            piece = event.piece if prompts.is_text else event.token
+            if piece is not None and piece != "":
+                yield piece if prompts.is_single else (event.index, piece)

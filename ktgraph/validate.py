@@ -1,0 +1,187 @@
+"""Validation: a pass's input and output run on the same miniature, and their results are compared.
+
+Level 1 runs both in float64 under seeded random weights over a whole trace (`ktgraph/drive.py`) and
+bounds the normalised mean squared error (NMSE) by what the pass declares: `exact` 0, `reorder`
+1e-20, `requant(nmse)`: its structure with lossy recipes left out under 1e-20, and its real error
+under `nmse`.  Level 2 also runs the kernels that `lower` chose against the ops' references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktgraph.drive import DriveError, Trace, drive, is_language_model, make_trace, vocabulary
+from ktgraph.ir.graph import Module, Op
+from ktgraph.ir.interp import InterpError
+from ktgraph.miniature import Miniature, MiniatureError, shrink
+from ktgraph.ops.registry import KernelDef, kernels_for
+from ktgraph.pass_api import Numerics, reorder
+from ktgraph.weights.evaluate import WeightError, WeightEvaluator
+from ktgraph.weights.sources import RandomSource, WeightSourceError
+
+# [b, s] runs sequence by sequence, [T] all at once: matrix products of other row counts, and so
+# other summation orders inside torch, of the same mathematics.
+OTHER_CALLS = 1e-28
+_FAULTS = (InterpError, DriveError, WeightError, WeightSourceError)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a comparison found.  `error` is None when nothing could be run: `how` says why."""
+
+    error: float | None
+    tolerance: float
+    how: str
+    fault: str = ""  # why the output is wrong; empty when it is right or could not be run
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.fault)
+
+
+@dataclass
+class Validator:
+    """Compares modules under one seed; results of a module are kept until another is compared."""
+
+    seed: int = 0
+    trace: Trace | None = None  # by default made from the seed and the miniature's vocabulary
+
+    def __post_init__(self) -> None:
+        self._kept: dict[tuple[str, str, bool], list[torch.Tensor]] = {}
+
+    def compare(self, before: Module, after: Module, numerics: Numerics) -> Validation:
+        """Run both; the output is wrong when its error exceeds what `numerics` allows."""
+        try:
+            small = shrink(before, after)
+        except MiniatureError as error:
+            return Validation(None, numerics.tolerance, f"not run: {error}")
+        source = RandomSource(small.modules[0], self.seed)
+        if not numerics.is_lossy:
+            return self._compare(small, source, _tolerance(small, numerics), lossless=True)
+        structure = self._compare(small, source, reorder().tolerance, lossless=True)
+        if structure.is_wrong or structure.error is None:
+            return structure
+        return self._compare(small, source, numerics.nmse, lossless=False)
+
+    def _compare(
+        self, small: Miniature, source: RandomSource, tolerance: float, *, lossless: bool
+    ) -> Validation:
+        before, after = small.modules
+        try:
+            want = self._run(before, source, lossless)
+        except _FAULTS as error:
+            return Validation(None, tolerance, f"not run: the pass's input fails: {error}")
+        try:
+            got = self._run(after, source, lossless)
+        except _FAULTS as error:
+            return Validation(None, tolerance, small.how, f"the output does not run: {error}")
+        error, where = worst(got, want)
+        if error <= tolerance:
+            return Validation(error, tolerance, small.how)
+        return Validation(error, tolerance, small.how, _fault(error, tolerance, where, lossless))
+
+    def _run(self, module: Module, source: RandomSource, lossless: bool) -> list[torch.Tensor]:
+        key = (module.structural_hash(), source.fingerprint(), lossless)
+        if key not in self._kept:
+            weights = WeightEvaluator(module, source, torch.float64, lossless=lossless)
+            trace = self.trace or make_trace(max(vocabulary(module), 2), self.seed)
+            found = drive(module, weights, trace)
+            recent = list(self._kept.items())[-3:]  # before and after, with and without losses
+            self._kept = {**dict(recent), key: found}
+        return self._kept[key]
+
+
+def _tolerance(small: Miniature, numerics: Numerics) -> float:
+    forms = {_is_traced(m) for m in small.modules}
+    return max(numerics.tolerance, OTHER_CALLS) if len(forms) > 1 else numerics.tolerance
+
+
+def _is_traced(module: Module) -> bool:
+    """Whether token ids have axes [b, s]."""
+    args = [a.type for f in module.functions.values() for a in f.args]
+    return is_language_model(module) and any(len(getattr(t, "dims", ())) == 2 for t in args)
+
+
+def _fault(error: float, tolerance: float, where: str, lossless: bool) -> str:
+    apart = " with lossy recipes left out" if lossless and tolerance else ""
+    allowed = f"at most {tolerance:g}" if tolerance else "none (exact)"
+    return f"results differ{apart}: NMSE {error:.3g} {where}, allowed: {allowed}"
+
+
+def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Squared error over squared size; inf for other shapes or values that are not finite."""
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    size = float(want.double().square().sum())
+    error = float((got.double() - want.double()).square().sum())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def worst(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> tuple[float, str]:
+    """The largest NMSE over the steps of a trace, and the step it occurs in."""
+    if len(got) != len(want):
+        return float("inf"), f"in {len(got)} results instead of {len(want)}"
+    found = [(nmse(g, w), f"in step {n}") for n, (g, w) in enumerate(zip(got, want, strict=True))]
+    return max(found, default=(0.0, ""))
+
+
+# -- level 2: real kernels ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class KernelError:
+    """A kernel's largest error against its op's reference, over the ops that use it."""
+
+    kernel: str
+    op: str  # the op line
+    error: float  # NMSE
+    bound: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.bound
+
+
+def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
+    """Run each chosen kernel that has a launcher on the operands its op meets on the miniature.
+
+    Values are in the module's own dtypes.  Kernels that only a native plan can run are checked by
+    `ktgraph doctor`.  Raises MiniatureError when the module cannot be run.
+    """
+    small = shrink(module).modules[0]
+    weights = WeightEvaluator(small, RandomSource(small, seed))
+    found: dict[str, KernelError] = {}
+
+    def observe(
+        op: Op, operands: Sequence[Any], attrs: Mapping[str, Any], results: Sequence[Any]
+    ) -> None:
+        kernel = _launchable(op)
+        if kernel is None or kernel.launch is None:
+            return
+        got = kernel.launch(*operands, **attrs)
+        error = _largest(got if isinstance(got, tuple) else (got,), results)  # pyright: ignore[reportUnknownArgumentType]
+        if kernel.name not in found or error > found[kernel.name].error:
+            line = str(op).split("\n")[0]
+            found[kernel.name] = KernelError(kernel.name, line, error, kernel.nmse)
+
+    drive(small, weights, make_trace(max(vocabulary(small), 2), seed), None, observe)
+    return list(found.values())
+
+
+def _launchable(op: Op) -> KernelDef | None:
+    """The kernel of an op that can run here: on this CPU, or on a CUDA device that is there."""
+    for kernel in kernels_for(op.name):
+        here = kernel.device == "cpu" or torch.cuda.is_available()
+        if kernel.name == op.via and kernel.launch is not None and here:
+            return kernel
+    return None
+
+
+def _largest(got: Sequence[Any], want: Sequence[Any]) -> float:
+    pairs = [(g, w) for g, w in zip(got, want, strict=True) if isinstance(w, torch.Tensor)]
+    return max((nmse(g, w) for g, w in pairs), default=0.0)
+
+
+__all__ = ["KernelError", "Validation", "Validator", "check_kernels", "nmse", "worst"]

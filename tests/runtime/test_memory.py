@@ -1,0 +1,104 @@
+"""Memory is known from types alone, and refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lowered_models import MODELS, NATIVE, OPTIONS, lower, make_pair
+
+from ktgraph.errors import MemoryBudgetError
+from ktgraph.pass_api import CompileOptions
+from ktgraph.runtime import runner as runner_module
+from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
+from ktgraph.runtime.packed import use_nbytes
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.runner import Runner
+from ktgraph.target.probe import MemoryInfo
+from ktgraph.weights.sources import RandomSource
+
+GIB = 1 << 30
+
+
+def plan(name: str = "mla", **options: Any) -> Plan:
+    module = MODELS[name]()
+    pipeline = NATIVE.replace("pack-weights", "quantize,pack-weights")
+    lower(module, pipeline, replace(OPTIONS, **options))
+    return Plan.build(module)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4(group=32)"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_from_types_are_those_loaded(name: str, quantize: str | None) -> None:
+    pipeline = NATIVE.replace("pack-weights", "quantize,pack-weights")
+    pair = make_pair(name, pipeline, quantize=quantize)
+    executor = pair.runner.executor
+    need = memory_need(executor.plan, executor.shape, 2)
+    assert need.of("weights") == executor.weights.nbytes
+    states = sum(part.nbytes for state in executor.states for part in state.parts)
+    assert need.of("cache") == states
+    assert need.of("activations") == executor.plan.arena_nbytes
+    for use in executor.plan.uses():
+        assert executor.weights.tensors[use.key].nbytes == use_nbytes(use)
+
+
+def test_int4_is_smaller() -> None:
+    plans = [plan(quantize=q) for q in (None, "int8", "int4(group=32)")]
+    sizes = [sum(map(use_nbytes, p.uses())) for p in plans]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+
+
+def test_the_table_sums_families() -> None:
+    need = memory_need(plan("gqa"), choose_cache(plan("gqa"), OPTIONS, GIB, 2), 2)
+    text = need.table()
+    assert "@layers[].mlp.experts.gate_up_proj.p as tile.bf16(gate_up=yes) x 2" in text
+    assert "240 rows of 512 bytes" in text
+    assert text.rstrip().endswith("in all")
+    assert [t.nbytes for t in need.terms] == sorted((t.nbytes for t in need.terms), reverse=True)
+
+
+def test_the_cache_is_what_memory_has_room_for() -> None:
+    given = plan()
+    free = CompileOptions(context=64, page_size=4, max_batch=4)
+    assert choose_cache(given, free, GIB, 1).rows == 256
+    without = memory_need(given, choose_cache(given, free, 0, 1), 1)
+    little = int((without.total + 100 * 256) / 0.95) + 1  # 100 rows of 256 bytes more than one text
+    assert choose_cache(given, free, little, 1).rows == 164
+    assert choose_cache(given, free, 0, 1).rows == 64
+    asked = replace(free, cache_rows=101)
+    assert choose_cache(given, asked, 0, 1).rows == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({}, "max_tokens or fewer threads"),
+        ({"cache_rows": 10**9}, "cache_rows, context or max_batch"),
+    ],
+)
+def test_too_large_says_what_is_large(change: dict[str, int], advice: str) -> None:
+    given, options = plan(), replace(OPTIONS, **change)
+    need = memory_need(given, choose_cache(given, options, 10, 1), 1)
+    with pytest.raises(MemoryBudgetError, match=advice) as caught:
+        check_memory(need, 1 << 20)
+    text = str(caught.value)
+    assert "1 MiB are available" in text
+    assert need.terms[0].name in text
+    check_memory(need, 2 * need.total)
+
+
+def test_nothing_is_loaded_when_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = MODELS["mla"]()
+    lower(module)
+    source = RandomSource(module)
+
+    def loaded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(source, "get", loaded)
+    monkeypatch.setattr(runner_module, "probe_memory", lambda: MemoryInfo(GIB, 1 << 20, None))
+    with pytest.raises(MemoryBudgetError, match="The largest terms"):
+        Runner.load(module, source, OPTIONS)

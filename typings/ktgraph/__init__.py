@@ -1,0 +1,1 @@
+../../ktgraph/__init__.py
