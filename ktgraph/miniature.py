@@ -121,10 +121,15 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def _size(name: str, real: dict[str, int], chosen: dict[str, int], taken: set[int]) -> int:
-    first, step = _wish(name, real, chosen)
-    while step and first in taken:
-        first += step
-    return first
+    size, step = _wish(name, real, chosen)
+    while step and _is_taken(name, size, taken):
+        size += step
+    return size
+
+
+def _is_taken(name: str, size: int, taken: set[int]) -> bool:
+    """Whether a size would be mistaken for another, or lead to one that would (P = 2*J)."""
+    return size in taken or (name == "J" and 2 * size in taken)
 
 
 def _wish(name: str, real: dict[str, int], chosen: dict[str, int]) -> tuple[int, int]:

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.errors import UnsupportedInputError
+from ktgraph.explain import explain as explain_op
 from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
 from ktgraph.ir.graph import Module
+from ktgraph.measured import timeline_events
 from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pass_manager import PassManager, PassReport
@@ -28,12 +30,15 @@ from ktgraph.runtime.planfile import load_plan, save_plan
 from ktgraph.runtime.runner import Runner
 from ktgraph.sampling import Sampling
 from ktgraph.target import Target, probe_memory, resolve_target
+from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
+from ktgraph.weights.policy import Policy
 from ktgraph.weights.sources import ModelSource, SafetensorsSource, WeightSource
 
 Ids = Sequence[int]
 Prompt = str | Ids | Tensor
 _CARD = "model.json"  # the member of a .ktplan that holds the `ModelCard`
+_PLACEMENT = "placement.txt"
 _CONTEXT = 4096  # rows of a sequence where the model allows more and the user says nothing
 
 
@@ -97,6 +102,8 @@ class Traced:
             exact, rules, threads, page_size.  None means the default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
+        if chosen.quantize is not None:
+            Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
         context = PassContext(resolve_target(target), weight_source(self.given), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
@@ -163,6 +170,15 @@ class Lowered:
         """FLOPs, bytes and predicted seconds: ``.at(T=1, S=4096).table()``."""
         return cost_analysis(self.module, self.target)
 
+    def explain(self, what: str) -> str:
+        """Why ``%value``, ``@weight`` or an op runs where it does, and what else was possible."""
+        return explain_op(self.module, what, self.target, self.context.options, self.placement)
+
+    @property
+    def placement(self) -> str:
+        """What the pass `place` reported, op by op."""
+        return self.context.artifacts.get(_PLACEMENT, "")
+
     def memory_analysis(self) -> MemoryAnalysis:
         """Bytes by device and kind, from types alone, with a cache of the default size."""
         return memory_analysis(self.module, self.context.options)
@@ -182,18 +198,22 @@ class Lowered:
         source, options = self.context.source, self.context.options
         assert source is not None
         runner = Runner.load(self.module, source, options, threads=self.threads)
-        made = Provenance(self.pipeline, options, self.target, source.fingerprint())
+        made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a compiled model was made with; `fingerprint` is that of its weights."""
+    """What a compiled model was made with.
+
+    fingerprint: of its weights.  placement: what the pass `place` reported, op by op.
+    """
 
     pipeline: str
     options: CompileOptions
     target: Target
     fingerprint: str
+    placement: str
 
 
 @dataclass(frozen=True)
@@ -335,6 +355,23 @@ class Compiled:
         """Bytes by device and kind, with the cache as it is."""
         return memory_analysis(self.module, self.made.options, self.limits.cache_rows)
 
+    def explain(self, what: str) -> str:
+        """Why ``%value``, ``@weight`` or an op runs where it does, and what else was possible."""
+        made = self.made
+        return explain_op(self.module, what, made.target, made.options, made.placement)
+
+    def timeline(self, path: str | Path, tokens: int = 32) -> None:
+        """Write when each op ran, measured and as predicted, in a prefill and in a decode step.
+
+        path: *.html is a page with lanes, anything else Chrome's trace format (also for Perfetto).
+        tokens: length of the prefill.
+        """
+        events = timeline_events(self.runner, self.cost_analysis(), tokens)
+        if Path(path).suffix == ".html":
+            Path(path).write_text(lanes_html(self.card.name, events), encoding="utf-8")
+        else:
+            write_chrome_trace(path, events)
+
     def save(self, path: str | Path, *, weights: bool = True) -> None:
         """Write a .ktplan that `kt.load` starts from without tracing, passes or packing.
 
@@ -347,7 +384,7 @@ class Compiled:
             fingerprint=self.made.fingerprint,
             pipeline=self.made.pipeline,
             target=self.made.target.to_toml(),
-            extras={_CARD: json.dumps(self.card.to_json())},
+            extras={_CARD: json.dumps(self.card.to_json()), _PLACEMENT: self.made.placement},
             packed=weights,
         )
 
@@ -357,7 +394,8 @@ class Compiled:
         source = weight_source(given) if given is not None else None
         file = load_plan(path, source)
         target = Target.from_toml(file.target, path=f"{path}: target.toml")
-        made = Provenance(file.pipeline, file.options, target, file.fingerprint)
+        placement = file.extras[_PLACEMENT]
+        made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
         card = ModelCard.from_json(json.loads(file.extras[_CARD]))
         threads = file.options.threads or target.cpu.threads
         return Compiled(file.runner(source, threads), card, made)

@@ -21,7 +21,6 @@ class Tokenizer:
     def __init__(self, backend: RustTokenizer, config: dict[str, Any] | None = None) -> None:
         self.backend = backend
         self.config = config or {}
-        self._flags = "add_bos_token" in self.config or "add_eos_token" in self.config
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
 
@@ -50,16 +49,20 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds <s> (and </s>) where the model expects them.
 
-        As in transformers: the flags add_bos_token / add_eos_token of tokenizer_config.json decide
-        where given, else tokenizer.json's own post-processor.
+        tokenizer.json's own post-processor decides, as in transformers; where it adds nothing, the
+        flags add_bos_token and add_eos_token of tokenizer_config.json do (DeepSeek-V2).
         """
-        own = special and not self._flags
-        ids = list(self.backend.encode(text, add_special_tokens=own).ids)
-        if not (special and self._flags):
+        ids = list(self.backend.encode(text, add_special_tokens=special).ids)
+        if not special:
             return ids
-        before = [self.bos_id] if self.config.get("add_bos_token") else []
-        after = [self.eos_id] if self.config.get("add_eos_token") else []
-        return [i for i in (*before, *ids, *after) if i is not None]
+        if self._adds("add_bos_token", self.bos_id) and ids[:1] != [self.bos_id]:
+            ids = [cast(int, self.bos_id), *ids]
+        if self._adds("add_eos_token", self.eos_id) and ids[-1:] != [self.eos_id]:
+            ids = [*ids, cast(int, self.eos_id)]
+        return ids
+
+    def _adds(self, flag: str, token: int | None) -> bool:
+        return token is not None and bool(self.config.get(flag))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

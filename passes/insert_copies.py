@@ -26,6 +26,7 @@ from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.lanes import CROSSING, op_device
 
 WEIGHT_STREAM = 1  # the stream of `xfer.copy` on which weights cross
+_SUFFIXES = ("cpu", "q", "p")  # what passes put behind the names of weights they derive
 _EXPERTS = ("moe.grouped_mlp", "moe.experts")
 
 
@@ -185,8 +186,12 @@ class _Inserting:
 
     def _name(self, operand: Value | WeightRef, device: str) -> str:
         """``routed.cpu``, and for a weight its last component: ``w13.cuda0``."""
-        stem = operand.name if isinstance(operand, Value) else operand.name.rpartition(".")[2]
-        stem = f"{stem.replace('[]', '')}.{device.replace(':', '')}"
+        if isinstance(operand, Value):
+            stem = operand.name
+        else:
+            parts = operand.name.replace("[]", "").split(".")
+            stem = next((p for p in reversed(parts) if p not in _SUFFIXES), parts[-1])
+        stem = f"{stem}.{device.replace(':', '')}"
         name, count = stem, 0
         while name in self.taken:
             count += 1

@@ -48,6 +48,7 @@ class PackWeights(Pass):
                 continue
             for position, gate_up in _PACKED.get(op.name, {}).items():
                 packed |= _pack(module, ctx, op, position, gate_up)
+        _stream_packed(module, packed)
         _note_doubles(module, ctx, packed)
 
 
@@ -75,6 +76,24 @@ def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool
         module.add_weight(made)
     op.set_operand(position, reference(made, [ref]))
     return {ref.name}
+
+
+def _stream_packed(module: Module, packed: set[str]) -> None:
+    """What also streams to a GPU is read there in the same tiles, so the host holds it once."""
+    twins = {
+        w.recipe.args[0].name: w
+        for w in module.weights.values()
+        if w.recipe is not None and w.recipe.kind == "pack"
+    }
+    for op in module.walk():
+        if op.name != "xfer.copy":
+            continue
+        for position, operand in enumerate(op.operands):
+            if not isinstance(operand, WeightRef) or operand.name not in packed:
+                continue
+            twin, result = twins[operand.name], op.results[position]
+            op.set_operand(position, reference(twin, [operand]))
+            result.type = twin.type.on(result.type.device)
 
 
 def _tile(stored: Encoding, gate_up: bool) -> Tile | None:

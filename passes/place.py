@@ -12,7 +12,8 @@ After:   module @m home cuda:0 … %routed = moe.grouped_mlp … : bf16[T, D]@cp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from ktgraph.errors import KtgraphError
@@ -25,7 +26,7 @@ from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.decide import Decision, Run, Settings, decide
 from ktgraph.placement.graph import CPU, STREAM, Assign, Region
 from ktgraph.placement.report import Row, layers_text, placement_text, rows_of
-from ktgraph.placement.rules import read_rules
+from ktgraph.placement.rules import RULES_FILE, read_rules, split_where_rules_differ
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.target.description import round_size
 
@@ -59,18 +60,28 @@ class Place(Pass):
             module.home = CPU
             ctx.note("no target: everything on cpu, nothing was priced")
             return
-        decision = decide(module, ctx.target, self._settings(ctx))
-        rows = [r for g in decision.regions for run in decision.runs[g.number]
-                for r in rows_of(decision, g, run)]  # fmt: skip
-        _report(module, ctx, decision, rows)
-        _Applying(module, decision).apply()
+        settings = self._settings(ctx)
+        if settings.rules:
+            split_where_rules_differ(module, settings.rules)
+        decision = decide(module, ctx.target, settings)
+        rows = [
+            list(rows_of(decision, region, run))
+            for region in decision.regions
+            for run in decision.runs[region.number]
+        ]
+        blocks = _Applying(module, decision).apply()
+        named = [r for part in zip(rows, blocks, strict=True) for r in _renamed(*part)]
+        _report(module, ctx, decision, named)
 
     def _settings(self, ctx: PassContext) -> Settings:
         path = self.rules or ctx.options.rules
+        rules = read_rules(path) if path is not None else []
+        if path is not None:  # `quantize` reads its encodings from there
+            ctx.artifacts[RULES_FILE] = Path(path).read_text(encoding="utf-8")
         return Settings(
             ctx.options,
             self.gpu_memory,
-            tuple(read_rules(path)) if path is not None else (),
+            tuple(rules),
             self.context or ctx.options.context,
             self.batch,
         )
@@ -94,22 +105,26 @@ class _Applying:
         self.home = decision.machine.home
         self.uses: dict[str, dict[str, list[tuple[Op, int, Sequence[int | None]]]]] = {}
 
-    def apply(self) -> None:
+    def apply(self) -> list[Block]:
+        """Returns the block of every run, in order."""
         module, machine = self.module, self.decision.machine
         module.home, module.target_hash = self.home, machine.target.hash
         for func in module.functions.values():
             self._states(func)
+        blocks: list[Block] = []
         for region in self.decision.regions:
             for block, run in self._parts(region):
                 _Devices(self, region, run.assign).block(block, run)
+                blocks.append(block)
         self._weights()
         if not machine.is_hybrid:
-            return
+            return blocks
         for name in machine.devices:
             device = machine.target.device(name)
             module.devices[name] = {"kind": device.kind, "memory": attr(device.memory)}
         for func in module.functions.values():
             func.attrs[COPIES] = PENDING
+        return blocks
 
     def printed(self, device: str) -> str | None:
         """How a type names a device: the home device is left out."""
@@ -208,6 +223,13 @@ class _Devices:
 
 
 # -- report ----------------------------------------------------------------------------------------
+def _renamed(rows: Sequence[Row], block: Block) -> Iterator[Row]:
+    """Rows with the names that the ops have after repeats were split."""
+    for row in rows:
+        names = ", ".join(f"%{r.name}" for r in block.ops[row.number].results)
+        yield replace(row, value=f"{row.value.split(' ')[0]} {names}")
+
+
 def _report(module: Module, ctx: PassContext, decision: Decision, rows: Sequence[Row]) -> None:
     from ktgraph.analysis import cost_text
 

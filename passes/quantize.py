@@ -7,21 +7,22 @@ Before:  %q = nn.linear %h, @layers[i].q_proj : f32[T, H*A]
 After:   %q = nn.linear %h, @layers[i].q_proj.q : f32[T, H*A]
          weight @layers[i in 0..3].q_proj.q : f32[H*A, D]<int8> = quantize(@layers[i].q_proj) {…}
 
-Policies: ktgraph/weights/policy.py.  With weights at hand the report holds, per weight, the NMSE of
-the weight and of its output on normal inputs.
+Policies: ktgraph/weights/policy.py; placement rules with an `encoding` come first.  With weights
+at hand the report holds, per weight, the NMSE of the weight and of its output on normal inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from ktgraph.ir.graph import Module, WeightRef
+from ktgraph.ir.graph import Module, Op, WeightRef
 from ktgraph.ir.types import Encoding, TensorType
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass, requant
+from ktgraph.placement.rules import RULES_FILE, parse_rules, read_rules, rule_encodings
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.weights.encodings import nbytes, with_defaults
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -51,20 +52,47 @@ class Quantize(Pass):
         return self.numerics if any(r.kind == "quantize" for r in made) else exact()
 
     def run(self, module: Module, ctx: PassContext) -> None:
-        text = self.policy or ctx.options.quantize
-        if text is None:
+        by_rule = _rule_encodings(module, ctx)
+        policy_text = self.policy or ctx.options.quantize
+        text = policy_text or "placement rules"
+        if policy_text is None and not by_rule:
             return
         if ctx.options.exact:
             raise PolicyError(
                 f"quantize {text!r}: the option exact=True refuses lossy steps; leave one out"
             )
-        policy = Policy.parse(text)
+        policy = Policy.parse(text) if policy_text is not None else Policy(text, ())
         source = ctx.source if self.measure else None
         if policy.budget is not None and source is None:
             raise PolicyError(f"quantize {text!r}: a budget is measured and needs the weights")
         meter = _Meter(module, source)
-        rows = [row for d in policy.decide(module) for row in _apply(module, d, ctx, meter)]
+        decisions = [d for whole in policy.decide(module) for d in _overruled(whole, by_rule)]
+        rows = [row for d in decisions for row in _apply(module, d, ctx, meter)]
         _write_report(ctx, text, rows)
+
+
+def _rule_encodings(module: Module, ctx: PassContext) -> dict[Op, Encoding | str]:
+    """What placement rules say: those that `place` read, or those of the compile options."""
+    text = ctx.artifacts.get(RULES_FILE)
+    if text is not None:
+        return rule_encodings(module, parse_rules(text, RULES_FILE))
+    path = ctx.options.rules
+    return rule_encodings(module, read_rules(path)) if path is not None else {}
+
+
+def _overruled(decision: Decision, by_rule: Mapping[Op, Encoding | str]) -> Iterator[Decision]:
+    """The decision for ops that no rule speaks of, and one for each thing that rules say."""
+    use = decision.use
+    if use.kept or not any(op in by_rule for op, _ in use.ops):
+        yield decision
+        return
+    for said in dict.fromkeys(by_rule.get(op) for op, _ in use.ops):
+        part = replace(use, ops=tuple(o for o in use.ops if by_rule.get(o[0]) == said))
+        if said is None:
+            yield replace(decision, use=part)
+        else:
+            encoding = None if isinstance(said, str) else said
+            yield Decision(part, encoding, None, "a placement rule")
 
 
 @dataclass(frozen=True)

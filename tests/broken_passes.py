@@ -22,7 +22,7 @@ class SumOfThree(Rule):
     emit = "%t = tensor.add3 %a, %b, %c"
 
 
-class DropsScale(Rule):
+class DropsEps(Rule):
     """Wrong: the norm's epsilon changes."""
 
     name = "drops-eps"
@@ -33,15 +33,17 @@ class DropsScale(Rule):
         return m.ref("@w").name == "norm" and m.attr("$e") != 0.5
 
 
-class SwapSum(Rule):
-    """Right: a sum the other way round, once."""
+class FuseLayerNorm(Rule):
+    """Right: sums and norms inside layers become one op."""
 
-    name = "swap-sum"
-    match = "%s = tensor.add %a, %b"
-    emit = "%s = tensor.add %b, %a"
+    name = "fuse-layer-norm"
+    match = """
+      %s = tensor.add %x, %y
+      %h = nn.rms_norm %s, @w {**norm}"""
+    emit = "%s, %h = nn.add_rms_norm %x, %y, @w {**norm}"
 
     def check(self, m):
-        return m.value("%a").name < m.value("%b").name
+        return m.ref("@w").name != "norm"
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Good(RulePass):
 
 @dataclass(frozen=True)
 class OneBadRule(RulePass):
-    """Two right rewrites, then the wrong one."""
+    """Three right rewrites, then the wrong one."""
 
     name: ClassVar[str] = "one-bad-rule"
     numerics: ClassVar[Numerics] = reorder()
-    rules: ClassVar[Sequence[type[Rule]]] = (SwapSum, DropsScale)
+    rules: ClassVar[Sequence[type[Rule]]] = (FuseLayerNorm, DropsEps)
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def test_a_check_of_ones_own():
 
 
 def failing() -> Path:
+    ctx = PassContext(target=load_target("rtx4090-24g+xeon"))
     with pytest.raises(PassError) as error:
-        ctx = PassContext(target=load_target("rtx4090-24g+xeon"))
         PassManager().run(mla_moe(), pipeline(), ctx, validate=1)
     assert error.value.repro is not None
     return error.value.repro

@@ -104,7 +104,7 @@ def test_diff(model: Path, tmp_path: Path, capsys):
     other.write_text(text)
     assert main(["diff", str(model), str(other), "--ignore-names", "--context", "0"]) == 1
     shown = capsys.readouterr().out.split("\n")
-    assert [line for line in shown if line[:1] in "+-" and not line.startswith(("---", "+++"))] == [
+    assert [line for line in shown if line.startswith(("+ ", "- "))] == [
         "-  %l0.h = nn.rms_norm %x, @layers[0].input_norm {eps = 1e-06} : f32[T, D]",
         "+  %l0.h = nn.rms_norm %x, @layers[0].input_norm {eps = 1e-05} : f32[T, D]",
     ]  # fmt: skip

@@ -20,7 +20,8 @@ def logits(seed: int) -> Tensor:
 
 
 def processed(step: transformers.LogitsProcessor, scores: Tensor, ids: list[int]) -> Tensor:
-    return step(torch.tensor([ids]), scores[None].clone())[0]
+    found: Tensor = step(torch.tensor([ids]), scores[None].clone())[0]  # pyright: ignore[reportArgumentType]
+    return found
 
 
 @given(st.integers(0, 10**6), st.floats(0.05, 0.999))

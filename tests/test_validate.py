@@ -181,7 +181,7 @@ def test_a_module_of_plain_tensors_runs_at_its_own_sizes():
     ("old", "new"),
     [
         ("scale = 0.25", "scale = 0.24"),
-        ("renorm = true", "renorm = false"),
+        (", renorm = true", ""),
         ("{layer = i} : kv", "{layer = 1-i} : kv"),
         ("nn.rope %q.2, %k.2, @rotary.inv_freq, %batch", "nn.rope %q.2, %k.2, @rotary.inv_freq, "
          '%batch {style = "interleaved"}'),
@@ -232,7 +232,7 @@ def test_a_lossy_pass_is_bound_twice():
     assert Validator().compare(gqa_moe(), quantized(), requant(1e-12)).is_wrong
     text = str(quantized()).replace("scale = 0.25", "scale = 0.24")
     structure = Validator().compare(gqa_moe(), parse_module(text), requant(1.0))
-    assert "results differ with lossy recipes left out" in structure.fault
+    assert structure.fault.startswith("with lossy recipes left out, results differ")
 
 
 def test_an_output_that_does_not_run_is_wrong_and_an_input_is_not_its_fault():

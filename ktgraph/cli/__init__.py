@@ -20,10 +20,12 @@ COMMANDS = (
     "run",
     "dump",
     "opt",
+    "explain",
     "diff",
     "bisect",
     "replay",
     "passes",
+    "doctor",
     "fmt",
 )  # in the order that `ktgraph --help` lists them
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ktgraph.cli.model_arguments import add_model_arguments, lower_model
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.pass_report import table_text
@@ -51,17 +49,16 @@ def main(args: argparse.Namespace) -> int:
     if args.prompt is None and args.check is None:
         raise UnsupportedInputError("nothing to do: give a prompt, or --check FILE")
     entries = read_reference(args.check) if args.check is not None else []
-    console = Console(stderr=True, highlight=False)
     lowered = lower_model(args)
-    console.print(lowered.memory_need().summary(), markup=False)
+    say(lowered.memory_need().summary())
     exe = lowered.compile()
     status = 0
     if args.prompt is not None:
         status = generate(exe, args)
-        console.print(str(exe.last.timing), markup=False)
+        say(str(exe.last.timing))
     if entries:
-        status = max(status, check(exe, entries, console))
-    show_passes(lowered, console)
+        status = max(status, check(exe, entries))
+    show_passes(lowered)
     return status
 
 
@@ -91,11 +88,16 @@ def generate(exe: Compiled, args: argparse.Namespace) -> int:
     return 0
 
 
-def show_passes(lowered: Lowered, console: Console) -> None:
+def show_passes(lowered: Lowered) -> None:
     """The table of passes, and where the dump is."""
-    console.print(table_text(lowered.passes.records), markup=False, soft_wrap=True)
+    say(table_text(lowered.passes.records))
     if lowered.passes.folder is not None:
-        console.print(f"dump: {lowered.passes.folder}", markup=False, soft_wrap=True)
+        say(f"dump: {lowered.passes.folder}")
+
+
+def say(text: str) -> None:
+    """What is not the generated text goes to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- comparison with a reference
@@ -121,13 +123,13 @@ def read_reference(path: Path) -> list[Entry]:
         ) from None
 
 
-def check(exe: Compiled, entries: Sequence[Entry], console: Console) -> int:
+def check(exe: Compiled, entries: Sequence[Entry]) -> int:
     """Compare greedy continuations; 1 where one differs."""
     found = [_first_difference(exe, e) for e in entries]
     for number, (entry, at) in enumerate(zip(entries, found, strict=True)):
         equal = f"equal to the reference in all {len(entry.ids)} tokens"
         message = equal if at is None else f"differs from the reference {at}"
-        console.print(f"check: prompt {number} {message}", markup=False, soft_wrap=True)
+        say(f"check: prompt {number} {message}")
     return 0 if all(at is None for at in found) else 1
 
 

@@ -143,8 +143,8 @@ def _ops(function: Function) -> Iterator[tuple[Op, str, int]]:
 
 
 def _layer(op: Op) -> str:
-    """The layer an op says it is in: by its module path, its weights, or its result's name."""
-    texts = [op.loc or "", *(str(w) for w in op.weights), *(f"%{r.name}" for r in op.results)]
+    """The layer an op says it is in: by its module path, its result's name, or its weights."""
+    texts = [op.loc or "", *(f"%{r.name}" for r in op.results), *(str(w) for w in op.weights)]
     for text in texts:
         found = _LAYER.search(text)
         if found is not None:

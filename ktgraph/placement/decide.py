@@ -29,7 +29,6 @@ from ktgraph.placement.partition import (
 from ktgraph.placement.rules import (
     Rule,
     RuleError,
-    encodings_only,
     match_rules,
     rule_encodings,
 )
@@ -142,7 +141,7 @@ def request_calls(
 
 
 def planned_encodings(module: Module, settings: Settings) -> dict[str, Encoding]:
-    """How weights will be stored, by policy and rules; rules come first."""
+    """How weights will be stored by the policy."""
     found: dict[str, Encoding] = {}
     text = settings.options.quantize
     if text is not None:
@@ -151,10 +150,7 @@ def planned_encodings(module: Module, settings: Settings) -> dict[str, Encoding]
                 found[decision.use.name] = decision.encoding
             elif decision.budget is not None:
                 found[decision.use.name] = _BUDGET_ENCODING
-    by_rule = rule_encodings(module, settings.rules)
-    for name in by_rule:
-        found.pop(name, None)
-    return {**found, **encodings_only(by_rule)}
+    return found
 
 
 def decide(module: Module, target: Target, settings: Settings) -> Decision:
@@ -162,7 +158,8 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     machine = Machine.of(target)
     calls = {f.name: phase_call(f, settings) for f in module.functions.values()}
     encodings = planned_encodings(module, settings)
-    regions = regions_of(module, machine, calls, encodings)
+    by_rule = rule_encodings(module, settings.rules)
+    regions = regions_of(module, machine, calls, encodings, by_rule)
     held = _held_rules(module, machine, settings, regions)
     states = _states(machine, regions, held)
     cells = make_cells(regions, _fixed(held, regions))

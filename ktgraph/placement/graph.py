@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ktgraph.cost import Call, Encodings, OpCost, op_cost, operand_nbytes, type_nbytes
 from ktgraph.ir.graph import Block, Function, Module, Op, Value, WeightRef
-from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ir.types import Encoding, StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.placement.schedule import Task
 from ktgraph.target import Target
@@ -103,18 +103,41 @@ def regions_of(
     machine: Machine,
     calls: Mapping[str, Call],
     encodings: Encodings | None = None,
+    by_rule: Mapping[Op, Encoding | str] | None = None,
 ) -> list[Region]:
-    """The regions of every function, each priced at its function's call."""
+    """The regions of every function, each priced at its function's call.
+
+    `encodings`: how weights will be stored, by name; `by_rule` comes first, for single ops ("keep":
+    as they are).
+    """
+    prices = _Encodings(module, encodings or {}, by_rule or {})
     found: list[Region] = []
     for func in module.functions.values():
         pending: list[tuple[Block, Op | None]] = [(func.body, None)]
         while pending:
             block, repeat = pending.pop(0)
-            region = _region(module, machine, func, block, repeat, calls[func.name], encodings)
+            region = _region(module, machine, func, block, repeat, calls[func.name], prices)
             region.number = len(found)
             found.append(region)
             pending += [(op.body, op) for op in block.ops if op.body is not None]
     return found
+
+
+@dataclass(frozen=True)
+class _Encodings:
+    module: Module
+    by_name: Encodings
+    by_op: Mapping[Op, Encoding | str]
+
+    def of(self, op: Op) -> Encodings:
+        """Encodings of an op's weights that will differ from what they are now."""
+        said = self.by_op.get(op)
+        if said is None:
+            return self.by_name
+        if isinstance(said, str):
+            return {}
+        matrices = [r.name for r in op.weights if self.module.weight_of(r).type.rank >= 2]
+        return dict.fromkeys(matrices, said)
 
 
 def _region(
@@ -124,14 +147,15 @@ def _region(
     block: Block,
     repeat: Op | None,
     call: Call,
-    encodings: Encodings | None,
+    prices: _Encodings,
 ) -> Region:
     layers: tuple[int | None, ...] = (None,)
     if repeat is not None:
         layers = tuple(range(repeat.int_attr("lo"), repeat.int_attr("hi") + 1))
     region = Region(0, func, block, repeat, layers, call, sizes=call.bindings(module))
     for number, op in enumerate(block.ops):
-        region.sites.append(_site(module, machine, region, number, op, encodings))
+        found = prices.of(op)
+        region.sites.append(_site(module, machine, region, number, op, found))
     return region
 
 

@@ -11,7 +11,7 @@ from ktgraph.ir.types import BatchType, StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.placement.graph import CPU
 from ktgraph.placement.schedule import Schedule, Task, in_order
-from ktgraph.runtime.flat import FlatFunction, FlatOp, FlatWeight, flatten
+from ktgraph.runtime.flat import FlatFunction, FlatOp, flatten
 from ktgraph.target import Target
 
 CROSSING = frozenset({"xfer.copy", "xfer.post", "xfer.await"})
@@ -36,6 +36,11 @@ def op_lane(module: Module, op: Op) -> str:
         return device
     src = source_device(module, op)
     return device if src == device else f"{src} -> {device}"
+
+
+def is_stream(op: Op) -> bool:
+    """Whether the op copies weights to another device for each call."""
+    return op.name == "xfer.copy" and bool(op.weights)
 
 
 class OpTimes:
@@ -87,12 +92,22 @@ def predict(module: Module, func: Function, target: Target, call: Call) -> FlatS
 
 
 def flat_tasks(module: Module, flat: FlatFunction, times: OpTimes) -> list[Task]:
-    """A task for each op; it waits for operands, and for earlier readers of a state it takes."""
+    """A task for each op, behind its operands and the earlier readers of a state that it takes.
+
+    There is one buffer for streamed weights: a layer's cross once the layer before has used its.
+    """
     made: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
+    streamed: set[str] = set()  # values in the one buffer of streamed weights
+    buffer_readers: list[int] = []
     tasks: list[Task] = []
     for number, step in enumerate(flat.ops):
         after = [made[s.name] for s in step.slots if s.name in made]
+        if is_stream(step.op):
+            after += buffer_readers
+            streamed, buffer_readers = {r.name for r in step.results}, []
+        elif any(s.name in streamed for s in step.slots):
+            buffer_readers.append(number)
         takes = any(isinstance(r.type, StateType) for r in step.results)
         for slot in step.slots:
             if isinstance(slot.type, StateType):
@@ -120,9 +135,7 @@ def live_peaks(module: Module, flat: FlatFunction, sizes: dict[str, int]) -> dic
         for result in step.results:
             if not isinstance(result.type, TensorType) or op_def(step.op.name).is_view:
                 continue
-            if step.op.name == "xfer.copy" and any(
-                isinstance(o, FlatWeight) for o in step.operands
-            ):
+            if is_stream(step.op):
                 continue  # streamed weights: counted as workspace
             device = result.type.device or home
             nbytes = type_nbytes(result.type, sizes)
@@ -161,6 +174,7 @@ __all__ = [
     "FlatSchedule",
     "OpTimes",
     "flat_tasks",
+    "is_stream",
     "live_peaks",
     "op_device",
     "op_lane",

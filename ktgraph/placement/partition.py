@@ -349,11 +349,13 @@ class Search:
             self._first[key] = self.time(cell, to) - self.time(cell, config)
         return self._first[key]
 
-    def _evict(self) -> None:
+    def _evict(self, kept: frozenset[tuple[int, int]] = frozenset()) -> None:
+        """Let units leave until the rest fits; `kept` are (cell, unit) that must not."""
         while (excess := self.used() - self.room) > 0:
             moves = [
                 (self._loss(cell, config, to) / size, n, cell, config, to, size)
                 for n, (cell, config, to, size) in enumerate(self._moves())
+                if not any((cell.number, unit) in kept for unit in to - config)
             ]
             if not moves:
                 raise NothingFitsError
@@ -376,10 +378,28 @@ class Search:
             return
         for _ in range(_ROUNDS):
             best = self._best_step(self.room - self.used())
-            if best is None:
+            if best is None and not self._exchange():
                 return
-            for cell, config, to in best:
+            for cell, config, to in best or ():
                 self._shift(cell, config, to, 1)
+
+    def _exchange(self) -> bool:
+        """Bring one unit home and let others leave for it; whether that gained."""
+        now, best = self.seconds(), None
+        least, before = now - _LEAST, self.configs
+        for cell, config, to, size in list(self._changes()):
+            if size <= 0 or not to < config:
+                continue
+            self.configs = {n: {c: list(x) for c, x in held.items()} for n, held in before.items()}
+            self._shift(cell, config, to, 1)
+            try:
+                self._evict(frozenset((cell.number, unit) for unit in config - to))
+            except NothingFitsError:
+                continue
+            if self.seconds() < least:
+                least, best = self.seconds(), self.configs
+        self.configs = best or before
+        return best is not None
 
     def _best_step(self, spare: float) -> list[tuple[Cell, Config, Config]] | None:
         changes = [

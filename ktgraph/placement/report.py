@@ -23,6 +23,7 @@ class Row:
     `margin` is what the phase's critical path would lose, for each layer, on the runner-up.
     """
 
+    number: int  # the op's place in its block
     value: str
     op: str
     layers: str
@@ -68,15 +69,16 @@ def _row(decision: Decision, region: Region, run: Run, site: Site) -> Row:
     other, seconds, margin = _runner_up(decision, region, run, site, device)
     names = ", ".join(f"%{r.name}" for r in site.op.results)
     return Row(
+        site.number,
         f"@{region.func.name} {names}",
         site.op.name,
         layers_text(run.layers),
         site.cost.intensity,
         at.ridge(dtype),
         site.cost.bound(target, runs_on, fallback=True),
-        "cuda:0 (streamed)" if device == STREAM else device,
+        f"{runs_on} (streamed)" if device == STREAM else device,
         _seconds(decision, site, device),
-        other,
+        f"{decision.machine.home} (streamed)" if other == STREAM else other,
         seconds,
         margin,
         _why(decision, region, run, site, device, other, margin),
@@ -96,8 +98,10 @@ def _runner_up(
 ) -> tuple[str, float | None, float | None]:
     """The best other place, its roofline time, and what the critical path would lose there."""
     others = [d for d in decision.machine.devices if d != device]
-    if site.is_experts and decision.machine.is_hybrid:
-        others += [STREAM] if device != STREAM else []
+    if device == STREAM:
+        others = [CPU]
+    elif site.is_experts and decision.machine.is_hybrid:
+        others.append(STREAM)
     if not others:
         return "", None, None
     if site.has_state or len(region.sites) > 150:
@@ -129,6 +133,8 @@ def _why(
     home = decision.machine.home
     if device != home and device != STREAM and other == home and margin is not None and margin < 0:
         return f"{home} is full"
+    if device == home and margin is not None and margin < 0:
+        return "least over all phases"
     if device == STREAM:
         return "weights cross the link sooner than the host computes"
     if device == CPU and other == STREAM:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,9 +24,10 @@ from typing import Any, cast
 
 import yaml
 
-from ktgraph.errors import KtgraphError
+from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Block, Function, Module, Op, WeightRef
 from ktgraph.ir.lexer import ParseError
+from ktgraph.ir.repeats import split_repeat_at
 from ktgraph.ir.types import Encoding
 from ktgraph.ops.registry import op_def
 from ktgraph.weights.encodings import EncodingError, parse_encoding
@@ -34,9 +35,10 @@ from ktgraph.weights.encodings import EncodingError, parse_encoding
 _KEYS = {"rule": ("match", "replace", "phase"), "match": ("name", "class"),
          "replace": ("device", "encoding")}  # fmt: skip
 KEEP = "keep"
+RULES_FILE = "placement_rules.yaml"  # the rules that `place` read, in a dump
 
 
-class RuleError(KtgraphError, ValueError):
+class RuleError(UnsupportedInputError):
     """A rules file that cannot be read, or a rule that matches nothing; says file and line."""
 
 
@@ -260,48 +262,54 @@ def _nothing(rule: Rule, sites: Sequence[OpSite]) -> str:
     return f"{rule}: the rule matches nothing; close names: {', '.join(close)}"
 
 
-def rule_encodings(module: Module, rules: Sequence[Rule]) -> dict[str, Encoding | str]:
-    """What rules say about weights, by name; raises RuleError when layers of a family differ."""
+def split_where_rules_differ(module: Module, rules: Sequence[Rule]) -> None:
+    """Split repeats so that every op has one rule in all of its layers."""
+    held = match_rules(module, rules)
+    for func in module.functions.values():
+        for op in [o for o in func.walk() if o.body is not None]:
+            assert op.body is not None
+            inner = [o for o in op.body.walk() if o.body is None]
+            lo, hi = op.int_attr("lo"), op.int_attr("hi")
+            per_layer = [[held.get((o, n)) for o in inner] for n in range(lo, hi + 1)]
+            starts = [lo + n for n in range(1, len(per_layer)) if per_layer[n] != per_layer[n - 1]]
+            split_repeat_at(func, op, starts)
+
+
+def rule_encodings(module: Module, rules: Sequence[Rule]) -> dict[Op, Encoding | str]:
+    """What rules say about the weights of each op: an encoding, or KEEP.
+
+    Raises RuleError when the layers of one op differ (`place` splits the repeat there).
+    """
     if not any(r.encoding is not None for r in rules):
         return {}
-    held = match_rules(module, rules)
-    found: dict[str, Encoding | str | None] = {}
-    for site in op_sites(module):
-        rule = held.get((site.op, site.layer))
+    found: dict[Op, Encoding | str | None] = {}
+    for site, rule in _held_by_site(module, rules):
         wanted = rule.encoding if rule is not None else None
-        for ref in site.op.weights:
-            if module.weight_of(ref).type.rank < 2:
-                continue
-            if (
-                ref.name in found
-                and found[ref.name] != wanted
-                and None
-                not in (
-                    found[ref.name],
-                    wanted,
-                )
-            ):
-                raise RuleError(
-                    f"{rule}: @{ref.name} would have two encodings, {found[ref.name]} and {wanted}"
-                )
-            found[ref.name] = wanted if wanted is not None else found.get(ref.name)
-    return {name: e for name, e in found.items() if e is not None}
+        if site.op in found and found[site.op] != wanted:
+            raise RuleError(
+                f"{rule or 'rules'}: encodings differ between layers of one op: run the pass place "
+                f"with the same rules first\n  in: {site.op}"
+            )
+        found[site.op] = wanted
+    return {op: e for op, e in found.items() if e is not None}
 
 
-def encodings_only(found: Mapping[str, Encoding | str]) -> dict[str, Encoding]:
-    """Those that name an encoding."""
-    return {name: e for name, e in found.items() if isinstance(e, Encoding)}
+def _held_by_site(module: Module, rules: Sequence[Rule]) -> Iterator[tuple[OpSite, Rule | None]]:
+    held = match_rules(module, rules)
+    for site in op_sites(module):
+        yield site, held.get((site.op, site.layer))
 
 
 __all__ = [
     "KEEP",
+    "RULES_FILE",
     "OpSite",
     "Rule",
     "RuleError",
-    "encodings_only",
     "match_rules",
     "op_sites",
     "parse_rules",
     "read_rules",
     "rule_encodings",
+    "split_where_rules_differ",
 ]

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ktgraph.errors import KtgraphError
+from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, Op, WeightRef
 from ktgraph.ir.lexer import ParseError
@@ -41,7 +41,7 @@ _STORED = "already stored as"
 _HALVES = ("mla_key_half", "mla_value_half")
 
 
-class PolicyError(KtgraphError, ValueError):
+class PolicyError(UnsupportedInputError):
     """A policy that cannot be read or that names nothing; the message lists what there is."""
 
 

@@ -18,7 +18,8 @@ CASES = {
 
 @functools.cache
 def _pair(name: str) -> Pair:
-    return make_pair(*CASES[name])
+    model, pipeline = CASES[name]
+    return make_pair(model, pipeline, threads=2 if pipeline == NATIVE else 1)
 
 
 def _emptied(found: Pair) -> Iterator[Pair]:

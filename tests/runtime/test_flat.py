@@ -100,9 +100,9 @@ def test_reshape_is_a_view_just_where_torch_says_so(case: tuple[torch.Tensor, li
     x, shape = case
     given_ = View(
         Slot("x", TensorType("f32", ())),
-        Dim.of(x.storage_offset()),
+        Dim.of(int(x.storage_offset())),
         tuple(Dim.of(int(n)) for n in x.shape),
-        tuple(map(Dim.of, x.stride())),
+        tuple(Dim.of(int(n)) for n in x.stride()),
     )
     strides = reshaped_strides(given_, tuple(map(Dim.of, shape)))
     try:
