@@ -322,6 +322,8 @@ std::map<std::string, std::string> kernels() {
 
 NB_MODULE(_native, m) {
   m.doc() = "ktgraph's native CPU engine and kernels";
+  // a user's global or stored exception may keep an engine alive to the end: no leak of ours
+  nb::set_leak_warnings(false);
 
   nb::class_<PyTensor>(
       m, "Tensor",

@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <new>
 #include <stdexcept>
 
@@ -36,30 +35,39 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t old, long spin_ns) {
   while (word.load(std::memory_order_acquire) == old) word.wait(old, std::memory_order_acquire);
 }
 
+// What one small file says, read with C's stdio: iostreams would bind to whichever libstdc++ the
+// process loaded first, and some wheels bring one that does not fit.
+template <class... T>
+bool read_values(const std::string& path, const char* format, T*... values) {
+  std::FILE* f = std::fopen(path.c_str(), "r");
+  if (!f) return false;
+  const int found = std::fscanf(f, format, values...);
+  std::fclose(f);
+  return found == int(sizeof...(values));
+}
+
 // First hardware thread of each core before the second ones.
 std::vector<int> cores_first(const std::vector<int>& cpus) {
   std::vector<int> first, second;
   for (int cpu : cpus) {
-    std::ifstream f("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
-                    "/topology/thread_siblings_list");
     int lowest = cpu;
-    f >> lowest;
+    read_values(
+        "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list",
+        "%d", &lowest);
     (lowest == cpu ? first : second).push_back(cpu);
   }
   first.insert(first.end(), second.begin(), second.end());
   return first;
 }
 
+// The CPU quota of this process's cgroup; a quota of "max" reads as no number.
 long cgroup_cpus() {
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  double period = 0, q = 0;
-  if (v2 >> quota >> period && quota != "max" && period > 0)
-    return std::max(1L, std::lround(std::stod(quota) / period));
-  std::ifstream v1q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-      v1p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  if (v1q >> q && v1p >> period && q > 0 && period > 0)
-    return std::max(1L, std::lround(q / period));
+  double quota = 0, period = 0;
+  if (read_values("/sys/fs/cgroup/cpu.max", "%lf %lf", &quota, &period) && period > 0)
+    return std::max(1L, std::lround(quota / period));
+  if (read_values("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "%lf", &quota) && quota > 0 &&
+      read_values("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "%lf", &period) && period > 0)
+    return std::max(1L, std::lround(quota / period));
   return 1L << 30;
 }
 

@@ -1,7 +1,7 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <map>
-#include <sstream>
 #include <stdexcept>
 
 namespace ktg {
@@ -98,8 +98,11 @@ const std::map<std::string, Attr> kAttrIds = {
 
 std::vector<std::string> split(const std::string& text, char at) {
   std::vector<std::string> out;
-  std::stringstream in(text);
-  for (std::string part; std::getline(in, part, at);) out.push_back(part);
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(at, begin), text.size());
+    out.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
   return out;
 }
 

@@ -19,6 +19,7 @@ from ktgraph.bisect import BadRewrite, first_bad_rewrite
 from ktgraph.dump import DumpFolder, DumpRequest
 from ktgraph.errors import KtgraphError
 from ktgraph.ir.graph import Module
+from ktgraph.kernel_check import check_kernels
 from ktgraph.miniature import MiniatureError
 from ktgraph.pass_api import Numerics, Pass, PassContext
 from ktgraph.pass_report import PassRecord, PassReport
@@ -26,7 +27,7 @@ from ktgraph.pass_step import Applied, StepError, apply_step
 from ktgraph.pipeline import Pipeline, Step
 from ktgraph.properties import PROPERTIES, register_property
 from ktgraph.repro import read_repro, write_repro
-from ktgraph.validate import Validation, Validator, check_kernels
+from ktgraph.validate import Validation, Validator
 
 VARIABLE = "KTGRAPH_VALIDATE"
 Before = Callable[[Pass, Module], None]

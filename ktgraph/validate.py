@@ -3,23 +3,20 @@
 Level 1 runs both in float64 under seeded random weights over a whole trace (`ktgraph/drive.py`) and
 bounds the normalised mean squared error (NMSE) by what the pass declares: `exact` 0, `reorder`
 1e-20, `requant(nmse)`: its real error under `nmse`, and where the loss lies in recipes of weights
-also what remains without them under 1e-20.  Level 2 also runs the kernels that `lower` chose
-against the ops' references.
+also what remains without them under 1e-20.  Level 2 is ktgraph/kernel_check.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ktgraph.drive import DriveError, Trace, drive, is_language_model, make_trace, vocabulary
-from ktgraph.ir.graph import Module, Op
+from ktgraph.ir.graph import Module
 from ktgraph.ir.interp import InterpError
 from ktgraph.miniature import Miniature, MiniatureError, shrink
-from ktgraph.ops.registry import KernelDef, kernels_for
 from ktgraph.pass_api import Numerics, reorder
 from ktgraph.weights.evaluate import WeightError, WeightEvaluator
 from ktgraph.weights.recipes import recipe_def
@@ -137,59 +134,4 @@ def worst(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> tuple[fl
     return max(found, default=(0.0, ""))
 
 
-# -- level 2: real kernels ------------------------------------------------------------------------
-@dataclass(frozen=True)
-class KernelError:
-    """A kernel's largest error against its op's reference, over the ops that use it."""
-
-    kernel: str
-    op: str  # the op line
-    error: float  # NMSE
-    bound: float
-
-    @property
-    def is_wrong(self) -> bool:
-        return not self.error <= self.bound
-
-
-def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
-    """Run each chosen kernel that has a launcher on the operands its op meets on the miniature.
-
-    Values are in the module's own dtypes.  Kernels that only a native plan can run are checked by
-    `ktgraph doctor`.  Raises MiniatureError when the module cannot be run.
-    """
-    small = shrink(module).modules[0]
-    weights = WeightEvaluator(small, RandomSource(small, seed))
-    found: dict[str, KernelError] = {}
-
-    def observe(
-        op: Op, operands: Sequence[Any], attrs: Mapping[str, Any], results: Sequence[Any]
-    ) -> None:
-        kernel = _launchable(op)
-        if kernel is None or kernel.launch is None:
-            return
-        got = kernel.launch(*operands, **attrs)
-        error = _largest(got if isinstance(got, tuple) else (got,), results)  # pyright: ignore[reportUnknownArgumentType]
-        if kernel.name not in found or error > found[kernel.name].error:
-            line = str(op).split("\n")[0]
-            found[kernel.name] = KernelError(kernel.name, line, error, kernel.nmse)
-
-    drive(small, weights, make_trace(max(vocabulary(small), 2), seed), None, observe)
-    return list(found.values())
-
-
-def _launchable(op: Op) -> KernelDef | None:
-    """The kernel of an op that can run here: on this CPU, or on a CUDA device that is there."""
-    for kernel in kernels_for(op.name):
-        here = kernel.device == "cpu" or torch.cuda.is_available()
-        if kernel.name == op.via and kernel.launch is not None and here:
-            return kernel
-    return None
-
-
-def _largest(got: Sequence[Any], want: Sequence[Any]) -> float:
-    pairs = [(g, w) for g, w in zip(got, want, strict=True) if isinstance(w, torch.Tensor)]
-    return max((nmse(g, w) for g, w in pairs), default=0.0)
-
-
-__all__ = ["KernelError", "Validation", "Validator", "check_kernels", "nmse", "worst"]
+__all__ = ["Validation", "Validator", "nmse", "worst"]

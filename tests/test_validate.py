@@ -11,11 +11,12 @@ from ktgraph.drive import DriveError, drive, make_trace, phase, vocabulary
 from ktgraph.ir.graph import Module, Witness
 from ktgraph.ir.literals import literals
 from ktgraph.ir.parser import parse_module
+from ktgraph.kernel_check import check_kernels
 from ktgraph.miniature import MiniatureError, choose_sizes, shrink
 from ktgraph.ops.registry import register_kernel
 from ktgraph.pass_api import exact, pass_class, reorder, requant
 from ktgraph.pass_manager import PassManager
-from ktgraph.validate import Validator, check_kernels, nmse, worst
+from ktgraph.validate import Validator, nmse, worst
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
 

@@ -1,0 +1,213 @@
+"""Level 2 of validation: real kernels against the references of their ops, op by op.
+
+The lowered module runs on its miniature.  When all of it runs on this CPU, the plan is executed in
+lockstep: before each op its operands are copied out of the arena, after it the results are compared
+with what the op's reference makes of those copies.  Otherwise the kernels that have a launcher in
+Python are run beside the interpreter.  Values are in the module's own dtypes, weights as encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ktgraph.drive import drive, is_language_model, make_trace, vocabulary
+from ktgraph.ir.graph import Module, Op
+from ktgraph.ir.interp import evaluate_attr
+from ktgraph.miniature import shrink
+from ktgraph.ops.registry import KernelDef, kernels_for, op_def
+from ktgraph.pass_api import CompileOptions, PassContext, pass_class
+from ktgraph.runtime.cache import CacheShape, allocate_states
+from ktgraph.runtime.executor import CallSizes, Executor
+from ktgraph.runtime.flat import FlatOp, FlatWeight, Slot
+from ktgraph.runtime.kernels_cpu import native_kernels
+from ktgraph.runtime.operands import Instruction, TensorRef
+from ktgraph.runtime.packed import load_weights
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, why_not_runnable
+from ktgraph.runtime.runner import Runner
+from ktgraph.runtime.state import State
+from ktgraph.validate import nmse
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import RandomSource
+
+_OPTIONS = CompileOptions(max_tokens=32, max_batch=4, context=64, page_size=4)
+
+
+@dataclass(frozen=True)
+class KernelError:
+    """A kernel's largest error against its op's reference, over the ops that use it."""
+
+    kernel: str
+    op: str  # the op line
+    error: float  # NMSE
+    bound: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.bound
+
+
+def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
+    """Largest error of every chosen kernel that can run here.
+
+    Raises MiniatureError when the module cannot be run at small sizes.
+    """
+    small = shrink(module).modules[0]
+    if _runs_here(small):
+        return _lockstep(small, seed)
+    return _beside_interpreter(small, seed)
+
+
+def _runs_here(module: Module) -> bool:
+    """Whether every op has a kernel, on this CPU, and the native part is built."""
+    lowered = all(op.via for op in module.walk() if op.body is None)
+    return (
+        lowered
+        and is_language_model(module)
+        and not why_not_runnable(module)
+        and bool(native_kernels())
+    )
+
+
+@dataclass
+class _Worst:
+    """The largest error of each kernel."""
+
+    found: dict[str, KernelError]
+
+    def add(self, op: Op, pairs: Sequence[tuple[Any, Any]]) -> None:
+        kernel = next((k for k in kernels_for(op.name) if k.name == op.via), None)
+        if kernel is None:
+            return
+        error = max((_error(got, want) for got, want in pairs), default=0.0)
+        before = self.found.get(kernel.name)
+        if before is None or not error <= before.error:
+            line = str(op).split("\n")[0]
+            self.found[kernel.name] = KernelError(kernel.name, line, error, kernel.nmse)
+
+
+def _error(got: Any, want: Any) -> float:
+    if isinstance(want, State):
+        pairs = zip(got.parts, want.parts, strict=True)
+        return max(_rows_error(g, w) for g, w in pairs)
+    return nmse(got, want) if isinstance(want, torch.Tensor) else 0.0
+
+
+def _rows_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Rows that nobody wrote may hold NaN, in the same places."""
+    unwritten = got.isnan() & want.isnan()
+    return nmse(got.masked_fill(unwritten, 0.0), want.masked_fill(unwritten, 0.0))
+
+
+# -- beside the interpreter -----------------------------------------------------------------------
+def _beside_interpreter(small: Module, seed: int) -> list[KernelError]:
+    worst = _Worst({})
+
+    def observe(
+        op: Op, operands: Sequence[Any], attrs: Mapping[str, Any], results: Sequence[Any]
+    ) -> None:
+        kernel = _launchable(op)
+        if kernel is None or kernel.launch is None:
+            return
+        found: Any = kernel.launch(*operands, **attrs)
+        got: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
+        worst.add(op, list(zip(got, results, strict=True)))
+
+    weights = WeightEvaluator(small, RandomSource(small, seed))
+    drive(small, weights, make_trace(max(vocabulary(small), 2), seed), None, observe)
+    return list(worst.found.values())
+
+
+def _launchable(op: Op) -> KernelDef | None:
+    """The kernel of an op that can run here: on this CPU, or on a CUDA device that is there."""
+    for kernel in kernels_for(op.name):
+        here = kernel.device == "cpu" or torch.cuda.is_available()
+        if kernel.name == op.via and kernel.launch is not None and here:
+            return kernel
+    return None
+
+
+# -- in lockstep with the plan --------------------------------------------------------------------
+def _lockstep(small: Module, seed: int) -> list[KernelError]:
+    """Run the native plan over the whole trace, every op against its reference."""
+    pass_class("plan-memory")().run(small, PassContext(options=_OPTIONS))
+    plan = Plan.build(small)
+    plan = Plan(small, tuple(_ByOp.of(p) for p in plan.phases))
+    weights = WeightEvaluator(small, RandomSource(small, seed))
+    shape = CacheShape(_OPTIONS.page_size, _OPTIONS.context, _OPTIONS.context)
+    states = allocate_states(plan.states, small.dims, shape.rows)
+    worst = _Worst({})
+    executor = _Lockstep(plan, load_weights(plan.uses(), weights), states, shape, 1)
+    executor.watch(weights, worst)
+    runner = Runner(executor)
+    names: dict[int, int] = {}
+    for step in make_trace(max(vocabulary(small), 2), seed):
+        names |= {q: runner.open() for q in step if q not in names}
+        runner.forward([(names[q], tokens) for q, tokens in step.items()], "all")
+    return list(worst.found.values())
+
+
+class _ByOp(PhasePlan):
+    """A phase whose segments are single ops, so that each can be looked at."""
+
+    @staticmethod
+    def of(phase: PhasePlan) -> _ByOp:
+        return _ByOp(**{f.name: getattr(phase, f.name) for f in fields(PhasePlan)})
+
+    @property
+    def segments(self) -> list[tuple[Instruction, ...]]:
+        return [tuple(items) for _, items in groupby(self.instructions, key=lambda i: i.step)]
+
+
+class _Lockstep(Executor):
+    """Runs op by op, and compares."""
+
+    def watch(self, weights: WeightEvaluator, worst: _Worst) -> None:
+        """Where references take weights from, and where errors go."""
+        self.values = weights
+        self.worst = worst
+
+    def run(self, phase: str, call: CallSizes) -> None:
+        bound = self._phases[phase]
+        for part, segment in zip(bound.parts, bound.segments, strict=True):
+            step = bound.phase.step(part[0])
+            before = [self._read(bound.phase, o, call, copy=True) for o in step.operands]
+            segment(call)
+            got = [self._read(bound.phase, r, call, copy=False) for r in step.results]
+            want = _reference(step, before, call)
+            self.worst.add(step.op, list(zip(got, want, strict=True)))
+
+    def _read(
+        self, phase: PhasePlan, slot: Slot | FlatWeight | None, call: CallSizes, *, copy: bool
+    ) -> Any:
+        """A slot's present value."""
+        if slot is None:
+            return None
+        if isinstance(slot, FlatWeight):
+            return self.values.tensor(slot.ref, slot.index)
+        if slot.name in phase.layouts.states:
+            argument = phase.layouts.states[slot.name]
+            parts = self.states[argument_slots(phase)[1].index(argument)].parts
+            return State(tuple(p.clone() for p in parts) if copy else parts)
+        if slot.name not in phase.layouts.views:
+            return call.batch()
+        view = phase.layouts.view(slot)
+        dtype = getattr(slot.type, "dtype", "f32")
+        found = self.tensor(phase, TensorRef(dtype, view), {"T": call.tokens, "O": call.rows})
+        return found.clone() if copy else found
+
+
+def _reference(step: FlatOp, operands: Sequence[Any], call: CallSizes) -> tuple[Any, ...]:
+    definition = op_def(step.op.name)
+    bindings = {**step.bindings, "T": call.tokens, "O": call.rows}
+    full = definition.signature.full_attrs(step.op.attrs)
+    attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
+    found: Any = definition.reference(*operands, **attrs)
+    return found if isinstance(found, tuple) else (found,)
+
+
+__all__ = ["KernelError", "check_kernels"]
