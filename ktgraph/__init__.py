@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ktgraph.api import compile, load, trace
     from ktgraph.errors import KtgraphError
-    from ktgraph.pass_api import CompileOptions
+    from ktgraph.ir import Module
+    from ktgraph.ops import kernel, no, op
+    from ktgraph.pass_api import CompileOptions, Pass, register_pass
+    from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
 
@@ -18,20 +21,31 @@ __all__ = [
     "Compiled",
     "KtgraphError",
     "Lowered",
+    "Module",
+    "Pass",
+    "Rule",
+    "RulePass",
     "Target",
     "Traced",
     "compile",
     "cpu",
     "hybrid",
+    "kernel",
     "load",
     "load_target",
+    "no",
+    "op",
+    "register_pass",
     "trace",
 ]
 
 _HOMES = {
     "ktgraph.api": ("compile", "load", "trace"),
     "ktgraph.errors": ("KtgraphError",),
-    "ktgraph.pass_api": ("CompileOptions",),
+    "ktgraph.ir": ("Module",),
+    "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
+    "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),
     "ktgraph.target": ("Target", "cpu", "hybrid", "load_target"),
 }

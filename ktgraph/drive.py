@@ -7,7 +7,8 @@ keep their rows in the same shuffled pages, and both give the logits of every to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ _FREE_SIZES = (3, 5, 7, 11, 13)  # for the syms of a module without batch and ca
 
 class DriveError(ValueError):
     """A module that no trace can drive: the message names the argument and its type."""
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Torch on one thread meanwhile: on tensors this small the others only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_trace(vocabulary: int, seed: int = 0) -> list[dict[int, list[int]]]:
@@ -204,4 +216,14 @@ def _names(kind: object) -> frozenset[str]:
     return frozenset(n for d in dims for n in d.names)
 
 
-__all__ = ["DriveError", "Step", "Trace", "drive", "is_language_model", "make_trace", "phase"]
+__all__ = [
+    "DriveError",
+    "Step",
+    "Trace",
+    "drive",
+    "is_language_model",
+    "make_trace",
+    "one_thread",
+    "phase",
+    "vocabulary",
+]

@@ -41,6 +41,7 @@ _ABOUT = {
     "placement.txt": "op by op: device, runner-up, margin",
     "cost.txt": "FLOPs, bytes and seconds by op",
     "memory.txt": "bytes by device and kind",
+    "timeline.html": "the predicted timeline by device and link (open it in a browser)",
     "plan.txt": "the instructions that run",
     "quantize.txt": "which weight got which encoding",
     "repro": "the failing pass alone: `ktgraph replay repro` shows the failure again",

@@ -17,7 +17,7 @@ from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import Refusal, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.decide import Settings, phase_call
-from ktgraph.placement.lanes import CROSSING, OpTimes, op_device, op_lane, source_device
+from ktgraph.placement.lanes import CROSSING, OpTimes, crossing, op_device, source_device
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import nbytes
@@ -140,7 +140,7 @@ class _Asking:
         times = OpTimes(self.module, self.target, call)
         yield f"at {call.tokens} new tokens and {call.rows} rows in the cache:"
         if op.name in CROSSING:
-            yield f"  {times.seconds(op) * 1e6:.4g} µs over {op_lane(self.module, op)}"
+            yield f"  {times.seconds(op) * 1e6:.4g} µs over {crossing(self.module, op)}"
             return
         cost = times.cost(op)
         known = "" if cost.known else " (no cost rule: FLOPs unknown)"

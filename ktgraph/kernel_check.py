@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ktgraph.drive import drive, is_language_model, make_trace, vocabulary
+from ktgraph.drive import drive, is_language_model, make_trace, one_thread, vocabulary
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.miniature import shrink
@@ -57,9 +57,8 @@ def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
     Raises MiniatureError when the module cannot be run at small sizes.
     """
     small = shrink(module).modules[0]
-    if _runs_here(small):
-        return _lockstep(small, seed)
-    return _beside_interpreter(small, seed)
+    with one_thread():
+        return (_lockstep if _runs_here(small) else _beside_interpreter)(small, seed)
 
 
 def _runs_here(module: Module) -> bool:
@@ -113,8 +112,7 @@ def _beside_interpreter(small: Module, seed: int) -> list[KernelError]:
         kernel = _launchable(op)
         if kernel is None or kernel.launch is None:
             return
-        found: Any = kernel.launch(*operands, **attrs)
-        got: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
+        got = _as_tuple(kernel.launch(*operands, **attrs))
         worst.add(op, list(zip(got, results, strict=True)))
 
     weights = WeightEvaluator(small, RandomSource(small, seed))
@@ -206,8 +204,11 @@ def _reference(step: FlatOp, operands: Sequence[Any], call: CallSizes) -> tuple[
     bindings = {**step.bindings, "T": call.tokens, "O": call.rows}
     full = definition.signature.full_attrs(step.op.attrs)
     attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
-    found: Any = definition.reference(*operands, **attrs)
-    return found if isinstance(found, tuple) else (found,)
+    return _as_tuple(definition.reference(*operands, **attrs))
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
 
 
 __all__ = ["KernelError", "check_kernels"]

@@ -46,6 +46,7 @@ class PassError(KtgraphError, RuntimeError):
         self.stage = stage
         self.reason = reason
         self.rewrite = rewrite
+        self.report: PassReport | None = None  # of the passes before it
         self.dump: Path | None = None
         self.repro: Path | None = None
 
@@ -184,6 +185,7 @@ class _Run:
         rewrite = self._bad_rewrite(step, before, stage)
         error = PassError(number, str(step), stage, reason, rewrite)
         where = self.folder.path / "repro" if self.folder is not None else _temporary()
+        error.report = self.report
         error.dump = self.folder.path if self.folder is not None else None
         error.repro = write_repro(
             where,

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ktgraph.drive import DriveError, Trace, drive, is_language_model, make_trace, vocabulary
+from ktgraph.drive import (
+    DriveError,
+    Trace,
+    drive,
+    is_language_model,
+    make_trace,
+    one_thread,
+    vocabulary,
+)
 from ktgraph.ir.graph import Module
 from ktgraph.ir.interp import InterpError
 from ktgraph.miniature import Miniature, MiniatureError, shrink
@@ -89,7 +97,8 @@ class Validator:
         if key not in self._kept:
             weights = WeightEvaluator(module, source, torch.float64, lossless=lossless)
             trace = self.trace or make_trace(max(vocabulary(module), 2), self.seed)
-            found = drive(module, weights, trace)
+            with one_thread():
+                found = drive(module, weights, trace)
             recent = list(self._kept.items())[-3:]  # before and after, with and without losses
             self._kept = {**dict(recent), key: found}
         return self._kept[key]

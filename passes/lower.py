@@ -18,7 +18,7 @@ from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
 from ktgraph.ops.registry import KernelDef, Refusal, kernels_for
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
-from ktgraph.placement.lanes import op_lane
+from ktgraph.placement.lanes import crossing, op_device
 from ktgraph.runtime.flat import FlatOp, Layouts, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, register_all
 from ktgraph.runtime.native import Trial
@@ -78,9 +78,9 @@ class _Lowering:
 
         None away from the CPU where no kernel is registered: the op is planned and priced only.
         """
-        device = op_lane(self.module, op)
-        if "->" in device:
-            self.ctx.refused("choose-kernel", op, f"no kernel crosses {device} yet")
+        device, link = op_device(self.module, op), crossing(self.module, op)
+        if link:
+            self.ctx.refused("choose-kernel", op, f"no kernel crosses {link} yet")
             return None
         if not self.ctx.may_rewrite("choose-kernel", op):
             return REFERENCE

@@ -75,6 +75,18 @@ def test_every_file_goes_on_to_the_same_end(tmp_path: Path):
     assert first == "// after: canonicalize,specialize-phases,merge-linears,fuse-norms"
 
 
+def test_the_default_pipeline_goes_on_from_the_middle(tmp_path: Path):
+    """Placement, quantization and lowering make the same choices again, from text alone."""
+    folder = dumped(tmp_path, "default", gqa_moe(), max_tokens=64, quantize="experts=int8")
+    assert (folder / "placement.txt").exists()
+    end = parse_file(folder / "16-lower.ktir").structural_hash()
+    for name in ("04-specialize-phases.ktir", "10-place.ktir", "15-plan-memory.ktir"):
+        recorded = read_recorded(folder / name)
+        assert recorded.rest is not None
+        PassManager().run(recorded.module, recorded.rest, recorded.context())
+        assert recorded.module.structural_hash() == end, name
+
+
 def test_artifacts_are_written_when_their_pass_is_done(tmp_path: Path):
     seen: list[bool] = []
     manager = PassManager(after=[lambda r: seen.append(any(tmp_path.glob("*/looked.txt")))])

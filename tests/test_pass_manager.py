@@ -121,6 +121,8 @@ def test_validation_names_the_first_bad_rewrite():
     assert (error.rewrite.number, error.rewrite.total) == (4, 4)
     assert "%h = nn.rms_norm %l1.y, @norm" in str(error)
     assert "results differ: NMSE" in str(error)
+    assert error.report is not None
+    assert [r.name for r in error.report.records] == ["good"]
 
 
 def test_without_validation_a_wrong_pass_goes_through():

@@ -11,9 +11,7 @@ from ktgraph.drive import DriveError, drive, make_trace, phase, vocabulary
 from ktgraph.ir.graph import Module, Witness
 from ktgraph.ir.literals import literals
 from ktgraph.ir.parser import parse_module
-from ktgraph.kernel_check import check_kernels
 from ktgraph.miniature import MiniatureError, choose_sizes, shrink
-from ktgraph.ops.registry import register_kernel
 from ktgraph.pass_api import exact, pass_class, reorder, requant
 from ktgraph.pass_manager import PassManager
 from ktgraph.validate import Validator, nmse, worst
@@ -252,52 +250,6 @@ def test_values_that_are_not_finite_are_wrong():
     assert nmse(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
     assert nmse(torch.ones(2), torch.ones(3)) == float("inf")
     assert nmse(torch.zeros(2), torch.zeros(2)) == 0.0
-
-
-@pytest.fixture
-def two_kernels():
-    """A right and a wrong kernel for nn.act, taken off the table afterwards."""
-    from ktgraph.ops import registry
-
-    kept = dict(registry._KERNELS)
-    register_kernel("nn.act", "cpu.right", "cpu", launch=lambda x, act: x * torch.sigmoid(x))
-    register_kernel("nn.act", "cpu.wrong", "cpu", launch=lambda x, act: x, nmse=1e-3)
-    yield
-    registry._KERNELS.clear()
-    registry._KERNELS.update(kept)
-
-
-def test_kernels_run_on_what_their_ops_meet(two_kernels: None):
-    module = mla_moe()
-    act = next(op for op in module.walk() if op.name == "nn.act")
-    act.via = "cpu.right"
-    assert [k.is_wrong for k in check_kernels(module)] == [False]
-    act.via = "cpu.wrong"
-    (found,) = check_kernels(module)
-    assert found.is_wrong
-    assert found.op.startswith("%l1.act = nn.act %l1.gate")
-
-
-def test_level_2_names_the_kernel(two_kernels: None, tmp_path, monkeypatch):
-    import tempfile
-    from dataclasses import dataclass
-    from typing import ClassVar
-
-    from ktgraph.pass_api import Pass
-    from ktgraph.pass_manager import PassError
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    @dataclass(frozen=True)
-    class Choose(Pass):
-        name: ClassVar[str] = "choose"
-
-        def run(self, module, ctx):
-            next(op for op in module.walk() if op.name == "nn.act").via = "cpu.wrong"
-
-    PassManager().run(mla_moe(), [Choose()], validate=1)
-    with pytest.raises(PassError, match=r"failed \(kernels\): kernel cpu.wrong: NMSE"):
-        PassManager().run(mla_moe(), [Choose()], validate=2)
 
 
 def test_validation_objects_are_plain_values():

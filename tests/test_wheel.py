@@ -1,5 +1,6 @@
 """The built wheel works on its own: installed elsewhere and imported away from the checkout."""
 
+import json
 import os
 import site
 import subprocess
@@ -84,8 +85,14 @@ def test_wheel_ships_targets(installed: Python) -> None:
     assert "h200+xeon-amx" in names.split()
 
 
-# The last step, once kt.compile exists: compile and run the tiny model from the wheel, e.g.
-#
-# def test_wheel_compiles_a_model(installed: Python, tiny_deepseek: Path) -> None:
-#     code = "import sys, ktgraph as kt; print(kt.compile(sys.argv[1], target='cpu'))"
-#     assert "..." in installed(code, tiny_deepseek)
+def test_wheel_compiles_a_model(installed: Python, tiny_deepseek: Path) -> None:
+    """From the wheel alone: trace, passes, native kernels, and the reference's first words."""
+    expected = json.loads((tiny_deepseek / "reference.json").read_text())["greedy_float32"][0]
+    text = installed(
+        "import sys, ktgraph as kt\n"
+        "exe = kt.compile(sys.argv[1], target='cpu', threads=2)\n"
+        "print(exe.generate(sys.argv[2], max_new_tokens=12))",
+        tiny_deepseek,
+        expected["prompt"],
+    )
+    assert expected["text"].startswith(text.rstrip("\n")[:20])

@@ -29,13 +29,21 @@ def source_device(module: Module, op: Op) -> str:
     return next((t.device for t in types if t.device), None) or module.home or CPU
 
 
+def crossing(module: Module, op: Op) -> str:
+    """``cpu -> cuda:0`` for an op that crosses a link, else an empty string."""
+    src, dst = source_device(module, op), op_device(module, op)
+    return f"{src} -> {dst}" if op.name in CROSSING and src != dst else ""
+
+
 def op_lane(module: Module, op: Op) -> str:
-    """A device, or ``cpu -> cuda:0`` for what crosses a link."""
+    """A device, or a direction of a link for `xfer.copy`.
+
+    `xfer.post` and `xfer.await` take their turn on the stream of the device at home.
+    """
     device = op_device(module, op)
-    if op.name not in CROSSING:
-        return device
-    src = source_device(module, op)
-    return device if src == device else f"{src} -> {device}"
+    if op.name == "xfer.copy":
+        return crossing(module, op) or device
+    return source_device(module, op) if op.name == "xfer.post" else device
 
 
 def is_stream(op: Op) -> bool:
@@ -173,6 +181,7 @@ __all__ = [
     "CROSSING",
     "FlatSchedule",
     "OpTimes",
+    "crossing",
     "flat_tasks",
     "is_stream",
     "live_peaks",

@@ -353,7 +353,7 @@ class Search:
         """Let units leave until the rest fits; `kept` are (cell, unit) that must not."""
         while (excess := self.used() - self.room) > 0:
             moves = [
-                (self._loss(cell, config, to) / size, n, cell, config, to, size)
+                (self._loss(cell, config, to) / min(size, excess), n, cell, config, to, size)
                 for n, (cell, config, to, size) in enumerate(self._moves())
                 if not any((cell.number, unit) in kept for unit in to - config)
             ]

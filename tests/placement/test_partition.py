@@ -30,8 +30,8 @@ def _problem(name: str) -> tuple[list[Cell], Machine, dict[str, float]]:
     return cells, machine, request_calls(module, calls, settings)
 
 
-def _every(cells: list[Cell], pricer: Pricer, calls: dict[str, float], room: float) -> float:
-    """The best sum over all assignments of units to layers; layers of a cell count alike."""
+def _every(cells: list[Cell], pricer: Pricer, calls: dict[str, float]) -> list[tuple[float, float]]:
+    """(bytes at home, seconds) of every assignment of units to layers that no other one beats."""
     choices: list[tuple[float, float]] = [(0.0, 0.0)]
     search = Search(cells, pricer, calls, 0.0)
     for cell in cells:
@@ -43,8 +43,7 @@ def _every(cells: list[Cell], pricer: Pricer, calls: dict[str, float], room: flo
         options = _pareto(options)
         for _ in cell.layers:
             choices = _pareto([(a + b, s + t) for a, s in choices for b, t in options])
-    pinned = search.room  # negative: what is pinned at home
-    return min(t for size, t in choices if size <= room + pinned)
+    return choices
 
 
 def _pareto(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -55,17 +54,20 @@ def _pareto(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("name", ["gqa", "mla"])
-def test_search_is_near_the_best_of_all_choices(name: str, share: float, streams: bool) -> None:
+def test_search_is_near_the_best_of_all_choices(name: str, streams: bool) -> None:
     cells, machine, calls = _problem(name)
-    whole = Search(cells, Pricer(machine, "cuda:0", streams), calls, 0.0)
-    room = share * (whole.used() - whole.room)
-    found = Search(cells, Pricer(machine, "cuda:0", streams), calls, room).run()
-    best = _every(cells, Pricer(machine, "cuda:0", streams), calls, room)
-    assert best - 1e-12 <= found.seconds <= 1.02 * best
-    assert found.home_bytes <= room
+    pricer = Pricer(machine, "cuda:0", streams)
+    whole = Search(cells, pricer, calls, 0.0)
+    every = _every(cells, pricer, calls)
+    for share in (0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0):
+        room = share * (whole.used() - whole.room)
+        found = Search(cells, pricer, calls, room).run()
+        best = min(t for size, t in every if size <= room + whole.room)
+        assert best - 1e-12 <= found.seconds <= 1.02 * best, share
+        assert found.home_bytes <= room
 
 
 def test_too_little_room_for_what_the_cache_pins() -> None:

@@ -107,7 +107,8 @@ def test_rules_place_and_quantize_layers_of_their_own(tmp_path: Path) -> None:
 def test_a_phase_rule_makes_a_twin(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("- match: {name: 'lm_head'}\n  replace: {device: cpu}\n  phase: decode\n")
-    module = v2_lite(f"{FRONT},place,insert-copies", context(rules=str(file)))
+    ctx = context(rules=str(file), quantize="int8")
+    module = v2_lite(f"{FRONT},place,insert-copies", ctx)
     verify(module)
     heads = {f.name: f.body.ops[-1] for f in module.functions.values()}
     assert "@lm_head" in str(heads["prefill"])

@@ -1,0 +1,124 @@
+"""Cost, memory, timelines and explanations of a placed module."""
+
+import json
+from pathlib import Path
+
+import pytest
+from placed_models import FRONT, HYBRID, context, v2_lite
+
+from ktgraph.analysis import AnalysisError, cost_analysis, memory_analysis
+from ktgraph.cli import main
+from ktgraph.cost import Call, op_cost
+from ktgraph.explain import ExplainError, explain
+from ktgraph.ir.graph import Module
+from ktgraph.ir.types import Encoding
+from ktgraph.pass_api import PassContext
+from ktgraph.target import load_target
+from ktgraph.timeline import lanes_html, predicted_events, write_chrome_trace
+
+TARGET = load_target("rtx4090-24g+xeon")
+
+
+@pytest.fixture(scope="module")
+def placed() -> tuple[Module, PassContext]:
+    ctx = context()
+    return v2_lite(f"{FRONT},{HYBRID}", ctx), ctx
+
+
+def test_costs_by_hand() -> None:
+    module = v2_lite()
+    call = Call.decode(4095)
+    experts = next(o for o in module.functions["decode"].walk() if o.name == "moe.grouped_mlp")
+    found = op_cost(module, experts, call, call.bindings(module))
+    d, f, k, e = 2048, 1408, 6, 64
+    assert found.flops == 6 * k * d * f
+    touched = e * (1 - (1 - 1 / e) ** k)
+    rows = d * 2 + k * 4 + k * 4
+    assert found.read == pytest.approx(rows + touched * 3 * d * f * 2)
+    name = experts.weight(3).name
+    less = op_cost(module, experts, call, call.bindings(module), encodings={name: Encoding("int8")})
+    assert less.read < found.read
+    assert found.seconds(TARGET, "cpu") == pytest.approx(
+        (found.read + found.written) / 230e9 + 5e-6
+    )
+
+
+def test_overlap_is_time_saved(placed: tuple[Module, PassContext]) -> None:
+    found = cost_analysis(placed[0], TARGET).at(T=1, S=4096)
+    assert found.func.name == "decode"
+    assert found.saved > 0
+    assert found.seconds + found.saved == pytest.approx(found.serial_seconds)
+    assert max(t.seconds for t in found.by_lane()) <= found.seconds
+    assert found.unknown == []
+    assert "overlap saves" in found.table()
+    assert {t.lane for t in found.by_lane()} == {
+        "cuda:0", "cpu", "cuda:0 -> cpu", "cpu -> cuda:0",
+    }  # fmt: skip
+
+
+def test_sizes_that_cannot_be_are_refused(placed: tuple[Module, PassContext]) -> None:
+    costs = cost_analysis(placed[0], TARGET)
+    assert costs.at(T=300, S=400).func.name == "prefill"
+    with pytest.raises(AnalysisError, match="S >= T"):
+        costs.at(T=5, S=4)
+    with pytest.raises(AnalysisError, match="no phase 'train'; phases: prefill, decode"):
+        costs.at(phase="train")
+
+
+def test_memory_by_device_and_kind(placed: tuple[Module, PassContext]) -> None:
+    found = memory_analysis(placed[0])
+    assert found.fits(TARGET)
+    assert found.of("cuda:0", "kv") == 27 * 576 * 2 * 16 * 4096
+    assert found.of("cpu", "kv") == 0
+    experts = 3 * 2048 * 1408 * 64 * 2 * 26
+    both = sum(t.nbytes for t in found.terms if "experts" in t.name and t.kind == "weights")
+    assert both == experts
+    assert found.of("cpu", "pinned") > 0
+    assert "largest:" in found.table()
+
+
+def test_timelines_have_a_lane_for_each_device(
+    placed: tuple[Module, PassContext], tmp_path: Path
+) -> None:
+    cost = cost_analysis(placed[0], TARGET).at(T=1, S=4096)
+    events = predicted_events("decode", cost.predicted)
+    write_chrome_trace(tmp_path / "t.json", events)
+    rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {r["args"]["name"] for r in rows if r["name"] == "thread_name"}
+    assert {"cuda:0", "cpu", "cuda:0 -> cpu", "cpu -> cuda:0"} == names
+    bars = [r for r in rows if r["ph"] == "X"]
+    assert max(r["ts"] + r["dur"] for r in bars) == pytest.approx(cost.seconds * 1e6)
+    page = lanes_html("a <model>", events)
+    assert page.count("<rect ") == len(bars)
+    assert "a &lt;model&gt;" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_explanations(placed: tuple[Module, PassContext]) -> None:
+    module, ctx = placed
+    name = next(
+        f"%{o.result.name}" for o in module.functions["decode"].walk()
+        if o.name == "moe.grouped_mlp" and o.result.type.device == "cpu"
+    )  # fmt: skip
+    text = explain(module, name, TARGET, ctx.options, ctx.artifacts["placement.txt"])
+    decode = text.split("\n\n")[1]
+    assert "  runs on cpu\n" in decode
+    assert "103.8 MFLOP, 99.85 MB: 1.04 FLOP per byte" in decode
+    assert "cpu: 439.1 µs, bound by memory (ridge 157 FLOP per byte), chosen" in decode
+    assert "cuda:0 is full" in decode
+    assert "not cpu.grouped_mlp: " in decode
+    assert "lies on cpu" in explain(module, "@layers[20].mlp.experts.down_proj.cpu", TARGET)
+    assert "never moves" in explain(module, "%o_lat", TARGET)
+    assert "crosses from cuda:0 to cpu" in explain(module, "xfer.post", TARGET)
+    with pytest.raises(ExplainError, match=r"did you mean .*%routed"):
+        explain(module, "%ruted")
+
+
+def test_the_command_explains_a_dump(
+    placed: tuple[Module, PassContext], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.ktir").write_text(str(placed[0]))
+    (tmp_path / "placement.txt").write_text(placed[1].artifacts["placement.txt"])
+    asked = ["explain", str(tmp_path / "m.ktir"), "%shared", "--target", TARGET.name]
+    assert main(asked) == 0
+    assert "placement.txt:" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""Level 2: kernels against references, beside the interpreter and in lockstep with the plan."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from small_models import gqa_moe, mla_moe
+
+from ktgraph.ir.graph import Module
+from ktgraph.kernel_check import check_kernels
+from ktgraph.ops import registry
+from ktgraph.pass_api import CompileOptions, Pass, PassContext
+from ktgraph.pass_manager import PassError, PassManager
+from ktgraph.runtime.kernels_cpu import native_kernels
+from ktgraph.target import Target, load_target
+
+needs_native = pytest.mark.skipif(not native_kernels(), reason="the native kernels are not built")
+
+
+@dataclass(frozen=True)
+class Choose(Pass):
+    """Chooses the wrong kernel."""
+
+    name: ClassVar[str] = "choose"
+
+    def run(self, module: Module, ctx: PassContext) -> None:
+        next(op for op in module.walk() if op.name == "nn.act").via = "cpu.wrong"
+
+
+@pytest.fixture
+def two_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A right and a wrong kernel for nn.act, taken off the table afterwards."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = dict(registry._KERNELS)
+    right = lambda x, act: x * torch.sigmoid(x)  # noqa: E731
+    registry.register_kernel("nn.act", "cpu.right", "cpu", launch=right)
+    registry.register_kernel("nn.act", "cpu.wrong", "cpu", launch=lambda x, act: x, nmse=1e-3)
+    yield
+    registry._KERNELS.clear()
+    registry._KERNELS.update(kept)
+
+
+def test_kernels_run_on_what_their_ops_meet(two_kernels: None):
+    module = mla_moe()
+    act = next(op for op in module.walk() if op.name == "nn.act")
+    act.via = "cpu.right"
+    assert [k.is_wrong for k in check_kernels(module)] == [False]
+    act.via = "cpu.wrong"
+    (found,) = check_kernels(module)
+    assert found.is_wrong
+    assert found.op.startswith("%l1.act = nn.act %l1.gate")
+
+
+def test_level_2_names_the_kernel(two_kernels: None):
+    PassManager().run(mla_moe(), [Choose()], validate=1)
+    with pytest.raises(PassError, match=r"failed \(kernels\): kernel cpu.wrong: NMSE"):
+        PassManager().run(mla_moe(), [Choose()], validate=2)
+
+
+def lowered(module: Module, quantize: str | None = None) -> Module:
+    both = load_target("rtx4090-24g+xeon")
+    target = Target("cpu alone", (both.cpu,), "cpu")
+    ctx = PassContext(target, options=CompileOptions(quantize=quantize, max_tokens=64))
+    PassManager().run(module, "default", ctx)
+    return module
+
+
+@needs_native
+@pytest.mark.parametrize("quantize", [None, "int4(group=32)", "int8"])
+@pytest.mark.parametrize("make", [mla_moe, gqa_moe])
+def test_every_native_kernel_of_a_plan_keeps_its_bound(make, quantize: str | None):
+    module = lowered(make(), quantize)
+    found = check_kernels(module)
+    used = {op.via for op in module.walk() if op.via not in (None, "view")}
+    assert {k.kernel for k in found} == used
+    assert [k for k in found if k.is_wrong] == []
+
+
+@needs_native
+def test_a_native_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Here the reference is turned wrong: the kernel cannot be."""
+    real = registry.op_def
+
+    def altered(name: str):
+        found = real(name)
+        if name != "nn.rms_norm":
+            return found
+        return replace(found, reference=lambda *a, **k: 1.01 * found.reference(*a, **k))
+
+    module = lowered(gqa_moe())
+    monkeypatch.setattr("ktgraph.kernel_check.op_def", altered)
+    wrong = [k for k in check_kernels(module) if k.is_wrong]
+    assert [k.kernel for k in wrong] == ["cpu.rms_norm"]
+    assert wrong[0].error == pytest.approx(1e-4, rel=0.05)
+    assert "nn.rms_norm" in wrong[0].op
