@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import statistics
 import sys
 import time
@@ -25,8 +26,6 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ktgraph as kt
@@ -34,7 +33,7 @@ import ktgraph as kt
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CONTEXT = 512
-HEADINGS = ("model", "subject", "tok/s", "ms/token", "best ms", "x eager", "NMSE of logits")
+HEADINGS = ("subject", "tok/s", "ms/token", "best ms", "x eager", "NMSE of logits")
 PROMPT, CHECKED, TOKENS, ROUNDS = 24, 8, 64, 3
 
 
@@ -233,47 +232,42 @@ def step_seconds(subject: Subject, prompt: list[int], rest: list[int]) -> Iterat
         yield time.perf_counter() - began
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    shown = Table(title="decode at batch 1, tokens/s")
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="left" if heading in ("model", "subject") else "right")
-    for row in rows(outcomes):
-        shown.add_row(*row)
-    return shown
+def rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    eager = outcome.median("transformers eager")
+    for name, steps in outcome.steps.items():
+        median = outcome.median(name)
+        error = f"{outcome.errors[name]:.1e}" if name in outcome.errors else "reference"
+        speed = (f"{1 / median:.1f}", f"{median * 1e3:.2f}", f"{min(steps) * 1e3:.2f}")
+        yield (name, *speed, f"{eager / median:.2f}", error)
 
 
-def rows(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
-    for outcome in outcomes:
-        if outcome.failed:
-            worst = ", ".join(f"{n} {outcome.errors[n]:.2e}" for n in outcome.failed)
-            refused = (f"refused: {worst}", "", "", "", "", f"> {outcome.case.nmse:g}")
-            yield (outcome.case.name, *refused)
-            continue
-        eager = outcome.median("transformers eager")
-        for name, steps in outcome.steps.items():
-            median = outcome.median(name)
-            error = f"{outcome.errors[name]:.1e}" if name in outcome.errors else "reference"
-            speed = (f"{1 / median:.1f}", f"{median * 1e3:.2f}", f"{min(steps) * 1e3:.2f}")
-            yield (outcome.case.name, name, *speed, f"{eager / median:.2f}", error)
-
-
-def report(outcomes: Sequence[Outcome], threads: int) -> str:
+def report(outcome: Outcome, threads: int) -> str:
     """Markdown with machine, date and command."""
     lines = [
-        "# Decode at batch 1",
+        f"# Decode at batch 1: {outcome.case.name}",
         "",
         f"- machine: {processor()}, {threads} threads, {platform.system()}",
         f"- date: {date.today().isoformat()}",
-        f"- command: `python bench/decode.py {' '.join(sys.argv[1:])}`".rstrip("` ") + "`",
+        f"- command: `{' '.join(['python', 'bench/decode.py', *sys.argv[1:]])}`",
         f"- torch {torch.__version__}, transformers {transformers.__version__}; prompt of {PROMPT} "
         f"tokens, {TOKENS - 1} timed steps, median over {ROUNDS} interleaved rounds",
-        *(f"- {o.case.name}: the baselines compute in {o.case.weights}" for o in outcomes),
+        f"- the baselines compute in {outcome.case.weights}; ktgraph: "
+        f"{outcome.case.quantize or 'weights as stored, f32 arithmetic'}",
         "",
         f"| {' | '.join(HEADINGS)} |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *(f"| {' | '.join(row)} |" for row in rows(outcome)),
     ]
-    lines += [f"| {' | '.join(row)} |" for row in rows(outcomes)]
     return "\n".join(lines) + "\n"
+
+
+def refusal(outcome: Outcome) -> str:
+    """Why there are no figures."""
+    wrong = ", ".join(f"{n} has NMSE {outcome.errors[n]:.2e}" for n in outcome.failed)
+    return (
+        f"{outcome.case.name}: no figures, logits differ from eager's: {wrong}; at most "
+        f"{outcome.case.nmse:g} is allowed"
+    )
 
 
 def processor() -> str:
@@ -298,13 +292,19 @@ def main() -> int:
         parser.error(f"no case begins with {' or '.join(args.cases)}; there are: {names}")
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    outcomes = [measure(c, args.threads, compiled=not args.no_compile) for c in chosen]
-    Console().print(table(outcomes))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"decode-{date.today().isoformat()}.md"
-    path.write_text(report(outcomes, args.threads))
-    print(f"written to {path.relative_to(ROOT)}")
-    return 1 if any(o.failed for o in outcomes) else 0
+    failed = False
+    for case in chosen:
+        outcome = measure(case, args.threads, compiled=not args.no_compile)
+        if outcome.failed:
+            failed = True
+            print(refusal(outcome))
+            continue
+        text = report(outcome, args.threads)
+        print(text)
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"\W+", "-", case.name)
+        (RESULTS / f"decode-{slug}-{date.today().isoformat()}.md").write_text(text)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ from ktgraph.ir import Module, ParseError, Weight, parse_module
 from ktgraph.ir.graph import Attr
 from ktgraph.ir.verify import verify
 from ktgraph.pass_api import PassContext
-from ktgraph.rewrite import Match, Refusal, Rule, derived_weight, no, parse_pattern, rewrite
+from ktgraph.rewrite import (
+    Match,
+    Refusal,
+    RewriteError,
+    Rule,
+    derived_weight,
+    no,
+    parse_pattern,
+    rewrite,
+)
 
 HEADER = """ktgraph.ir 1
 module @m
@@ -421,3 +430,17 @@ def test_the_limit_of_rewrites_is_kept() -> None:
       return %d"""
     done = [apply(module(body), ScaleOfAct, limit=n)[0].rewrites for n in (0, 1, 2, 9)]
     assert done == [0, 1, 2, 3]
+
+
+class Endless(Rule):
+    name = "endless"
+    match = "%y = tensor.scale %x {by = $by}"
+    emit = """
+      %t = nn.act %x
+      %y = tensor.scale %t {by = $by}"""
+
+
+def test_a_rule_that_feeds_itself_is_named_and_ends() -> None:
+    found = module("  %y = tensor.scale %x {by = 2.0} : f32[T, D]\n  return %y")
+    with pytest.raises(RewriteError, match="these rules still match: endless"):
+        apply(found, Endless)

@@ -2,6 +2,7 @@
 
 from ktgraph.ops.registry import Refusal, no
 from ktgraph.rewrite.applying import (
+    RewriteError,
     RulePass,
     apply_match,
     apply_together,
@@ -18,6 +19,7 @@ __all__ = [
     "Match",
     "Matcher",
     "Refusal",
+    "RewriteError",
     "Rule",
     "RulePass",
     "apply_match",

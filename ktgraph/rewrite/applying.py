@@ -44,19 +44,31 @@ class _Report:
             ctx.partial(rule, op, reason)
 
 
+_MOST_SWEEPS = 256  # a sweep applies every rule everywhere; real modules settle in a few
+
+
+class RewriteError(RuntimeError):
+    """Rules that never come to an end; the message names them."""
+
+
 def rewrite(module: Module, ctx: PassContext, rules: Sequence[Rule]) -> int:
     """Apply the rules in order, again and again until none fits; returns how many rewrites.
 
     Reports matches as they happen, refusals and best partial matches of what is left at the end.
     """
     total = 0
-    while True:
+    for _ in range(_MOST_SWEEPS):
         report = _Report()
-        done = sum(_sweep(module, ctx, rule, report) for rule in rules)
-        total += done
-        if not done:
+        done = {rule.name: _sweep(module, ctx, rule, report) for rule in rules}
+        total += sum(done.values())
+        if not any(done.values()):
             report.send(ctx)
             return total
+    busy = ", ".join(name for name, count in done.items() if count)
+    raise RewriteError(
+        f"after {_MOST_SWEEPS} sweeps these rules still match: {busy}; a rule's `emit` must not "
+        "be matched again by its own `match` (or two rules undo each other)"
+    )
 
 
 def _sweep(module: Module, ctx: PassContext, rule: Rule, report: _Report) -> int:

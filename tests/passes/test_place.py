@@ -12,6 +12,7 @@ from ktgraph.ir.repeats import split_repeat
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import CompileOptions, PassContext, exact
 from ktgraph.placement.decide import Settings, decide
+from ktgraph.runtime.plan import Plan, PlanError
 from ktgraph.target import load_target
 from ktgraph.validate import Validator
 
@@ -105,6 +106,17 @@ def test_results_stay_equal(model: object, memory: int) -> None:
     assert str(parse_module(str(module))) == str(module)
     found = Validator().compare(before, module, exact())
     assert (found.fault, found.error) == ("", 0.0)
+
+
+def test_the_whole_pipeline_plans_for_a_gpu_and_refuses_to_run_it() -> None:
+    ctx = context()
+    module = v2_lite(f"{FRONT},{HYBRID},pack-weights,plan-memory,lower", ctx)
+    verify(module)
+    host = [op.via for op in module.walk() if op.result.type.device == "cpu" and op.weights]
+    assert "cpu.grouped_mlp" in host
+    assert any("without a kernel to run them yet" in note for note in ctx.notes)
+    with pytest.raises(PlanError, match=r"ops on cuda:0.*compile with target=\"cpu\""):
+        Plan.build(module)
 
 
 def test_a_missing_copy_is_a_fault_once_none_is_pending() -> None:

@@ -55,8 +55,7 @@ def _pareto(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize(("name", "streams"), [("gqa", False), ("gqa", True), ("mla", False)])
 def test_search_is_near_the_best_of_all_choices(name: str, streams: bool) -> None:
     cells, machine, calls = _problem(name)
     pricer = Pricer(machine, "cuda:0", streams)
