@@ -56,7 +56,7 @@ def rewrite(module: Module, ctx: PassContext, rules: Sequence[Rule]) -> int:
 
     Reports matches as they happen, refusals and best partial matches of what is left at the end.
     """
-    total = 0
+    total, done = 0, dict[str, int]()
     for _ in range(_MOST_SWEEPS):
         report = _Report()
         done = {rule.name: _sweep(module, ctx, rule, report) for rule in rules}
