@@ -12,7 +12,7 @@ NATIVE_SOURCES = CMakeLists.txt $(shell find cpu_kernels -name '*.cpp' -o -name 
 DEMO_MODEL = examples/models/tiny-deepseek-v2
 DEMO_PROMPT = Once upon a time there lived in a small house near the forest a poor woodcutter who had two children. One morning the elder of them said to his father,
 DEMO = ktgraph run $(DEMO_MODEL) "$(DEMO_PROMPT)" --max-new-tokens 80 --dump ktg_dump --check $(DEMO_MODEL)/reference.json
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto
 
 .PHONY: help demo test lint format clean distclean check-tools
 help:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,18 @@ def twin_like(twin: Twin, config: PreTrainedConfig) -> Twin:
     """A twin of the same class and dtypes as `twin`, with another config."""
     with torch.device("meta"):
         model = type(twin.model)._from_config(config, dtype=twin.model.dtype)
-    kinds = {_any_layer(name): p.dtype for name, p in twin.model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data = p.data.to(kinds.get(_any_layer(name), p.dtype))
+    kinds = {_any_layer(name): t.dtype for name, t in _tensors(twin.model)}
+    for name, t in _tensors(model):
+        t.data = t.data.to(kinds.get(_any_layer(name), t.dtype))
     other = _finish(model, {}, None)
     stored = {_any_layer(name): dtype for name, dtype in twin.stored.items()}
     other.stored = {name: stored.get(_any_layer(name), d) for name, d in other.stored.items()}
     return other
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()  # `model.to(bfloat16)` casts the rope tables too
 
 
 def _any_layer(name: str) -> str:
@@ -116,8 +121,7 @@ def _any_layer(name: str) -> str:
 
 def _finish(model: PreTrainedModel, known: dict[str, Tensor], dtype: torch.dtype | None) -> Twin:
     model.eval().requires_grad_(False)
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    stored = {name: t.dtype for name, t in tensors}
+    stored = {name: t.dtype for name, t in _tensors(model)}
     if dtype is not None:
         cast_meta(model, dtype)
     buffers = real_buffers(model, known)
