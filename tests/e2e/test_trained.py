@@ -49,6 +49,16 @@ def test_perplexity(trained: Pair, reference: dict[str, Any], eval_text: str) ->
     assert found.window_nll == pytest.approx(want, abs=2e-5)
 
 
+def test_bf16_perplexity(trained: Pair, eval_text: str) -> None:
+    """Activations and cache in bf16 as well, not only the weights."""
+    assert trained.folder is not None
+    tokens = first_windows(trained, eval_text)
+    exe = kt.compile(trained.folder, "cpu", dtype="bf16")
+    exact, found = trained.exe.perplexity(tokens).value, exe.perplexity(tokens).value
+    assert found == pytest.approx(exact, rel=0.003)
+    assert found != exact
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4(group=32)"])
 def test_quantized_perplexity(trained: Pair, eval_text: str, quantize: str) -> None:
     tokens = first_windows(trained, eval_text)
