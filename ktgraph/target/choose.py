@@ -137,7 +137,7 @@ def _no_gpu(wanted: str) -> TargetError:
         f'target="{wanted}" needs a CUDA GPU, and torch sees none on this machine. Instead:\n'
         '  target="cpu"                              run on the CPU alone\n'
         '  target=kt.load_target("rtx4090-24g+xeon") plan for a machine that is described\n'
-        '  target=kt.hybrid(gpu="simulated")         run the hybrid path, the GPU simulated'
+        '  target=kt.hybrid(gpu="simulated")         plan the hybrid path for a simulated GPU'
     )
 
 
