@@ -126,7 +126,7 @@ void check(const PyBatch& b) {
   if (long(b.tok_pos.size()) != v.tokens) bad("Batch.set: tok_pos and tok_seq differ in length");
   if (long(b.seq_start.size()) != v.sequences + 1)
     bad("Batch.set: seq_start must have one entry more than kv_len");
-  if (v.sequences && (b.seq_start.front() != 0 || b.seq_start.back() != v.tokens))
+  if (b.seq_start.front() != 0 || b.seq_start.back() != v.tokens)
     bad("Batch.set: seq_start must go from 0 to the number of tokens");
   for (long s = 0; s < v.sequences; ++s) {
     if (b.seq_start[s] > b.seq_start[s + 1]) bad("Batch.set: seq_start must not decrease");

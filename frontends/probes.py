@@ -278,7 +278,7 @@ def _router_variants(module: nn.Module, top_k: int, outputs: tuple[str, ...]):
     kept = _int_attr(module, "topk_group")
     grouping = [(1, 1, "max", "zero")]
     if groups > 1:
-        modes = itertools.product(("max", "top2"), ("zero", "neg_inf"))
+        modes = itertools.product(("max", "top2sum"), ("zero", "neg_inf"))
         grouping += [(groups, kept, by, mask) for by, mask in modes]
     scores = ("softmax", "sigmoid", "softmax_after_topk")
     for (g, kg, by, mask), score, renorm in itertools.product(grouping, scores, (False, True)):

@@ -22,6 +22,10 @@ def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
 def _mask_groups(
     choice: torch.Tensor, groups: int, topk_groups: int, group_score: str, mask: str
 ) -> torch.Tensor:
+    if group_score not in ("max", "top2sum") or mask not in ("zero", "neg_inf"):
+        raise ValueError(
+            f"group_score {group_score!r}, mask {mask!r}: expected max or top2sum, zero or neg_inf"
+        )
     tokens, experts = choice.shape
     grouped = choice.reshape(tokens, groups, experts // groups)
     rank = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)

@@ -97,7 +97,7 @@ def plan_arena(module: Module, func: Function, sizes: PhaseSizes) -> Arena:
     lives = _Lives(flat, layouts)
     bindings = sizes.bindings(module)
     wanted = [
-        Place(name, 0, _nbytes(lives.slots[name], bindings), *lives.span[name])
+        Place(name, 0, slot_nbytes(lives.slots[name], bindings), *lives.span[name])
         for name in lives.span
     ]
     places = _pack(wanted)
@@ -105,7 +105,8 @@ def plan_arena(module: Module, func: Function, sizes: PhaseSizes) -> Arena:
     return Arena(sizes, total, {p.slot: p for p in places}, lives.owner)
 
 
-def _nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
+def slot_nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
+    """Bytes of a storage at the sizes given."""
     assert isinstance(slot.type, TensorType)
     count = DTYPES[slot.type.dtype]
     for dim in slot.type.dims:

@@ -114,7 +114,7 @@ def choose_cache(plan: Plan, options: CompileOptions, available: int, threads: i
     """
     size = options.page_size
     if options.cache_rows is not None:
-        return CacheShape(size, max(1, options.cache_rows // size), options.context)
+        return CacheShape(size, max(1, -(-options.cache_rows // size)), options.context)
     one = -(-options.context // size)
     without = memory_need(plan, CacheShape(size, 0, options.context), threads).total
     room = int(available * _HEADROOM) - without

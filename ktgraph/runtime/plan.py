@@ -16,7 +16,7 @@ from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
 from ktgraph.ir.types import BatchType, StateType, TensorType
 from ktgraph.ops.registry import kernels_for
-from ktgraph.runtime.arena import Arena, PlanError, max_q, read_arena
+from ktgraph.runtime.arena import ALIGN, Arena, PlanError, max_q, read_arena, slot_nbytes
 from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, emitter
 from ktgraph.runtime.operands import (
@@ -156,7 +156,7 @@ def plan_phase(module: Module, func: Function) -> PhasePlan:
     items: list[Instruction] = []
     for position, step in enumerate(flat.ops):
         items += instructions_of(module, layouts, step, position)
-    _check_places(func, flat, layouts, arena)
+    _check_places(module, func, layouts, arena)
     return PhasePlan(func.name, max_q(func), flat, layouts, arena, tuple(items))
 
 
@@ -201,13 +201,26 @@ def _python_call(operands: Operands, via: str, position: int) -> Instruction:
     return Instruction(via, (*given, *results), {}, position, False)
 
 
-def _check_places(func: Function, flat: FlatFunction, layouts: Layouts, arena: Arena) -> None:
-    roots = {view.root.name for view in layouts.views.values()}
-    missing = sorted(r for r in roots if arena.owner.get(r, r) not in arena.places)
-    if missing:
-        raise PlanError(
-            f"@{func.name}: %{missing[0]} has no buffer: run plan-memory after the last rewrite"
-        )
+def _check_places(module: Module, func: Function, layouts: Layouts, arena: Arena) -> None:
+    """Every storage has a place, large enough for the largest call and inside the arena.
+
+    The text may have been edited by hand or come from a file: native code trusts these numbers.
+    """
+    roots = {view.root.name: view.root for view in layouts.views.values()}
+    bindings = arena.sizes.bindings(module)
+    for name, slot in sorted(roots.items()):
+        place = arena.places.get(arena.owner.get(name, name))
+        if place is None:
+            raise PlanError(
+                f"@{func.name}: %{name} has no buffer: run plan-memory after the last rewrite"
+            )
+        needed = slot_nbytes(slot, bindings)
+        inside = place.offset >= 0 and place.offset + needed <= arena.nbytes
+        if not inside or place.offset % ALIGN or place.nbytes < needed:
+            raise PlanError(
+                f"@{func.name}: %{name} needs {needed} bytes, but its buffer is {place.nbytes} "
+                f"bytes at {place.offset} of an arena of {arena.nbytes}: run plan-memory again"
+            )
 
 
 # -- text -----------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ class InterpreterRunner(PagedRunner):
     ) -> None:
         size = options.page_size
         rows = options.cache_rows or options.max_batch * options.context
-        shape = CacheShape(size, max(1, rows // size), options.context)
+        shape = CacheShape(size, max(1, -(-rows // size)), options.context)
         functions = module.functions.values()
         phases = {f.name: _limits(phase_sizes(f, options), max_q(f)) for f in functions}
         super().__init__(module, shape, phases)

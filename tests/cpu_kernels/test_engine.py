@@ -223,6 +223,7 @@ def test_run_refuses(tools, plan):
         ({"kv_len": [2]}, "position 2, its sequence has kv_len 2"),
         ({"seq_start": [0, 2]}, "from 0 to the number"),
         ({"tok_seq": [0, 0, 1]}, "by tok_seq"),
+        ({"kv_len": [], "seq_start": [0], "block_table": np.zeros((0, 1))}, "from 0 to the number"),
         ({"block_table": [0]}, "must have 2 axes"),
     ],
 )

@@ -55,6 +55,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek-q-lora-grouped": lambda: transformers.DeepseekV2Config(
         **{**MLA, "q_lora_rank": 44, **GROUPED}
     ),
+    "deepseek-v3-grouped": lambda: transformers.DeepseekV3Config(
+        **{**MLA, "q_lora_rank": 44, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**GQA),
 }
 TRAINED = ("tiny-deepseek-v2", "tiny-qwen3-moe")

@@ -26,6 +26,14 @@ def test_whole_prompt(pair: Pair) -> None:
     assert nmse(found[0], pair.wanted(prompt)) <= LIMIT
 
 
+def test_every_phase_is_one_native_call(pair: Pair) -> None:
+    """An op that falls back to its torch reference is right, slow, and easily unseen."""
+    phases = pair.exe.runner.plan.phases
+    assert {p.name: [i.kernel for i in p.instructions if not i.is_native] for p in phases} == {
+        p.name: [] for p in phases
+    }
+
+
 def test_chunked_prefill(pair: Pair) -> None:
     (prompt,) = pair.prompts(37)
     runner = pair.exe.runner

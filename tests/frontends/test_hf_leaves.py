@@ -65,7 +65,7 @@ def test_patches_nest_and_are_undone_after_an_error(kit: Any) -> None:
 ROUTERS = {
     "deepseek_v2": ("softmax", False, 1.0, 1, "max"),
     "deepseek_v2_grouped": ("softmax", False, 2.5, 4, "max"),
-    "deepseek_v3": ("sigmoid", True, 2.5, 4, "top2"),
+    "deepseek_v3": ("sigmoid", True, 2.5, 4, "top2sum"),
     "qwen3_moe": ("softmax", True, 1.0, 1, "max"),
     "qwen2_moe": ("softmax", False, 1.0, 1, "max"),
     "mixtral": ("softmax", True, 1.0, 1, "max"),
