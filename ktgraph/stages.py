@@ -26,7 +26,7 @@ from ktgraph.pass_manager import PassManager, PassReport
 from ktgraph.perplexity import Perplexity, perplexity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
 from ktgraph.runtime.plan import Plan
-from ktgraph.runtime.planfile import load_plan, save_plan
+from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
 from ktgraph.runtime.runner import Runner
 from ktgraph.sampling import Sampling
 from ktgraph.target import Target, probe_memory, resolve_target
@@ -394,9 +394,15 @@ class Compiled:
         source = weight_source(given) if given is not None else None
         file = load_plan(path, source)
         target = Target.from_toml(file.target, path=f"{path}: target.toml")
-        placement = file.extras[_PLACEMENT]
+        try:
+            placement = file.extras[_PLACEMENT]
+            card = ModelCard.from_json(json.loads(file.extras[_CARD]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(
+                f"{path}: its model card or placement is damaged ({error!r}): compile the model "
+                "again and save it"
+            ) from error
         made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
-        card = ModelCard.from_json(json.loads(file.extras[_CARD]))
         threads = file.options.threads or target.cpu.threads
         return Compiled(file.runner(source, threads), card, made)
 

@@ -15,6 +15,7 @@ import os
 import platform
 import struct
 import zipfile
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -128,6 +129,10 @@ def _extra_name(name: str) -> str:
     if name in (*_TEXTS, _PACKED):
         raise PlanFileError(f"extra {name!r}: the name belongs to the file itself")
     return name
+
+
+_WHOLE_OPTIONS = ("max_tokens", "max_batch", "context", "cache_rows", "page_size", "threads")
+_MOST_CHECKED = 2 << 30  # bytes: larger files are mapped unread, a checksum would take minutes
 
 
 @dataclass(frozen=True)
@@ -315,6 +320,13 @@ def _options(path: Path, texts: Mapping[str, str]) -> CompileOptions:
     unknown = sorted(given.keys() - {f.name for f in fields(CompileOptions)})
     if unknown:
         raise PlanFileError(f"{path}: unknown option {unknown[0]}: it was made by a newer version")
+    plain = asdict(CompileOptions())
+    for name, value in given.items():
+        number = name in _WHOLE_OPTIONS and value is not None
+        if number and (type(value) is not int or value <= 0):
+            raise _damaged(path, f"options.json: {name} is {value!r}, not a number above 0")
+        if isinstance(plain[name], (str, bool)) and not isinstance(value, type(plain[name])):
+            raise _damaged(path, f"options.json: {name} is {value!r}")
     return CompileOptions(**given)
 
 
@@ -367,11 +379,19 @@ def _map_packed(
         places = {p["key"]: _Place(**p) for p in described["packed"]}
     except (KeyError, TypeError) as error:
         raise _damaged(path, f"weights.json: {error!r}") from error
+    # where a weight lies follows from the plan: what the file says must be the same
+    for planned in _places(plan.uses()):
+        if places.get(planned.key) != planned:
+            raise _damaged(path, f"weights.json does not hold @{planned.key} as {planned.type}")
     info = archive.getinfo(_PACKED)
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise _damaged(path, f"{_PACKED} is compressed: it cannot be mapped")
     start = _data_offset(path, info)
     if start % _ALIGN or start + info.file_size > path.stat().st_size:
         raise _damaged(path, f"{_PACKED} is not where it should be")
     mapped = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
+    if info.file_size <= _MOST_CHECKED and zlib.crc32(mapped.data) != info.CRC:
+        raise _damaged(path, f"the bytes of {_PACKED} have changed")
     _read_ahead(mapped)
     whole = torch.as_tensor(mapped)
     tensors = {u.key: _mapped(path, whole, u, places) for u in plan.uses()}

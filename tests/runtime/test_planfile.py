@@ -183,12 +183,32 @@ def test_a_changed_text_is_refused(saved: Path) -> None:
         load_plan(saved)
 
 
-def test_moved_weights_are_refused(saved: Path) -> None:
+@pytest.mark.parametrize("offset", [1 << 30, -64, "0", 64.5])
+def test_moved_weights_are_refused(saved: Path, offset: object) -> None:
     with zipfile.ZipFile(saved) as archive:
         described = json.loads(archive.read("weights.json"))
-    described["packed"][3]["offset"] += 1 << 30
+    described["packed"][3]["offset"] = offset
     change_json(saved, "weights.json", **described)
-    with pytest.raises(PlanFileError, match=r"beyond the end|where it should be"):
+    with pytest.raises(PlanFileError, match=r"weights.json does not hold @"):
+        load_plan(saved)
+
+
+def test_changed_weights_are_refused(saved: Path) -> None:
+    with zipfile.ZipFile(saved) as archive:
+        info = archive.getinfo("packed.bin")
+    data = bytearray(saved.read_bytes())
+    data[info.header_offset + 4096] ^= 0xFF
+    saved.write_bytes(data)
+    with pytest.raises(PlanFileError, match=r"the bytes of packed.bin have changed"):
+        load_plan(saved)
+
+
+@pytest.mark.parametrize(
+    "option", [{"page_size": 0}, {"max_batch": "x"}, {"threads": -3}, {"dtype": 3}]
+)
+def test_options_that_make_no_sense_are_refused(saved: Path, option: dict[str, Any]) -> None:
+    change_json(saved, "options.json", **option)
+    with pytest.raises(PlanFileError, match=rf"options.json: {next(iter(option))} is"):
         load_plan(saved)
 
 
