@@ -109,7 +109,8 @@ def _checkpoint_folder(path: Path) -> Path:
 def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:
     config = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
-    return _card(folder.resolve().name, config, generation, tokenizer or folder)
+    asked = tokenizer is not None
+    return _card(folder.resolve().name, config, generation, tokenizer or folder, asked)
 
 
 def _card_of_model(model: PreTrainedModel, tokenizer: str | Path | None) -> ModelCard:
@@ -118,13 +119,19 @@ def _card_of_model(model: PreTrainedModel, tokenizer: str | Path | None) -> Mode
     generation: dict[str, Any] = settings.to_dict() if settings is not None else {}
     folder = Path(model.name_or_path or "-")
     name = folder.name if folder.is_dir() else type(model).__name__
-    return _card(name, config, generation, tokenizer or folder)
+    return _card(name, config, generation, tokenizer or folder, tokenizer is not None)
 
 
 def _card(
-    name: str, config: Mapping[str, Any], generation: Mapping[str, Any], folder: str | Path
+    name: str,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    folder: str | Path,
+    asked: bool,
 ) -> ModelCard:
     found = Tokenizer.from_folder(folder)
+    if asked and found is None:
+        raise UnsupportedInputError(f"tokenizer={folder}: no tokenizer.json in this folder")
     bos = _first(generation.get("bos_token_id"), config.get("bos_token_id"))
     eos = _first(generation.get("eos_token_id"), config.get("eos_token_id"))
     return ModelCard(

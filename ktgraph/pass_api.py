@@ -129,6 +129,22 @@ class CompileOptions:
     threads: int | None = None
 
 
+_ABOVE_ZERO = ("max_tokens", "max_batch", "context", "cache_rows", "page_size", "threads")
+
+
+def option_fault(name: str, value: object) -> str | None:
+    """What is wrong with the value of a `CompileOptions` field; None when nothing is."""
+    if value is None:
+        return None
+    if name in _ABOVE_ZERO:
+        fits = type(value) is int and value > 0
+        return None if fits else f"{name}={value!r}: expected a whole number above 0"
+    wanted = bool if name == "exact" else str
+    if isinstance(value, wanted):
+        return None
+    return f"{name}={value!r}: expected {'True or False' if wanted is bool else 'a text'}"
+
+
 @dataclass(frozen=True)
 class Pass:
     """Base class; subclasses are frozen dataclasses whose fields are the options."""

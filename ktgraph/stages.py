@@ -15,13 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
+from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.explain import explain as explain_op
 from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
 from ktgraph.ir.graph import Module
+from ktgraph.ir.types import StateType
 from ktgraph.measured import timeline_events
 from ktgraph.model_input import ModelCard, ModelInput
-from ktgraph.pass_api import CompileOptions, PassContext
+from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
 from ktgraph.perplexity import Perplexity, perplexity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
@@ -55,14 +57,27 @@ def compile_options(card: ModelCard, dtype: str, given: dict[str, Any]) -> Compi
     return options
 
 
+def check_isa() -> None:
+    """A KTGRAPH_ISA that is unknown, or that this CPU lacks, shows before anything runs."""
+    try:
+        load_native().Engine(1)
+    except NativeMissingError:
+        return  # lowering works without the native part, and says so where it is needed
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedInputError(str(error)) from None
+
+
 def check_options(given: dict[str, Any]) -> None:
-    """Raises UnsupportedInputError for a name that is no option, with close ones."""
+    """Raises UnsupportedInputError for a name that is no option, or a value that makes no sense."""
     known = sorted({f.name for f in fields(CompileOptions)} - {"dtype"})
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
             raise UnsupportedInputError(f"unknown option {name!r}; {hint}")
+        fault = option_fault(name, str(given[name]) if name == "rules" else given[name])
+        if fault is not None and given[name] is not None:
+            raise UnsupportedInputError(fault)
 
 
 class Traced:
@@ -102,6 +117,7 @@ class Traced:
             exact, rules, threads, page_size.  None means the default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
+        check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
         context = PassContext(resolve_target(target), weight_source(self.given), chosen)
@@ -153,7 +169,15 @@ class Lowered:
 
     def why_not(self, rule: str, layer: int | None = None) -> str:
         """Where a rule matched, and why it did not elsewhere."""
+        if layer is not None and not 0 <= layer < self.layers:
+            raise UnsupportedInputError(f"layer={layer}: the model has layers 0..{self.layers - 1}")
         return self.passes.why_not(rule, layer=layer)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model: those its cache has rows for."""
+        values = [a.type for f in self.module.functions.values() for a in f.args]
+        return max((t.layers.const() for t in values if isinstance(t, StateType)), default=0)
 
     @property
     def target(self) -> Target:
@@ -266,7 +290,14 @@ class Compiled:
         Ids [b, s] give f32[b, s, VOC]; a list of b id lists of any lengths gives b of f32[s, VOC].
         """
         if not isinstance(input_ids, Tensor):
+            if isinstance(input_ids, str) or any(isinstance(p, (str, int)) for p in input_ids):
+                raise UnsupportedInputError(
+                    "a compiled model is called with token ids [b, s] or a list of id lists; "
+                    "`logits` and `generate` take texts and a single list of ids as well"
+                )
             return prompt_logits(self.runner, self.limits, input_ids)
+        if input_ids.is_floating_point() or input_ids.is_complex():
+            raise UnsupportedInputError(f"input_ids are {input_ids.dtype}: expected integers")
         if input_ids.dim() != 2:
             raise UnsupportedInputError(
                 f"input_ids has shape {list(input_ids.shape)}: expected [b, s]; for prompts of "

@@ -444,3 +444,14 @@ def test_a_rule_that_feeds_itself_is_named_and_ends() -> None:
     found = module("  %y = tensor.scale %x {by = 2.0} : f32[T, D]\n  return %y")
     with pytest.raises(RewriteError, match="these rules still match: endless"):
         apply(found, Endless)
+
+
+class Misspelt(Rule):
+    name = "misspelt"
+    match = "%y = tensor.ad %x, %z"
+    emit = "%y = tensor.add %x, %z"
+
+
+def test_an_op_that_does_not_exist_is_named_with_close_ones() -> None:
+    with pytest.raises(ValueError, match=r"rule misspelt: unknown op 'tensor.ad'; did you mean"):
+        Misspelt()

@@ -35,7 +35,12 @@ def parse_module(text: str, file: str = "<text>") -> Module:
 
 def parse_file(path: str | Path) -> Module:
     """Parse a `.ktir` file; errors name it."""
-    return parse_module(Path(path).read_text(), str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{error.reason} at byte {error.start}"
+        raise ParseError(f"{path}: not a text file ({where})") from None
+    return parse_module(text, str(path))
 
 
 def parse_type(text: str) -> Type:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Attr, Block, Function, Module, Op, Operand, Value, Weight, WeightRef
 from ktgraph.ir.printer import print_op, print_weight
-from ktgraph.ir.types import BatchType, StateType, TensorType, Type
+from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import is_op, op_def
 from ktgraph.ops.signature import SignatureError
+from ktgraph.weights.encodings import EncodingError, encoding_def
 
 _CROSSING = frozenset({"xfer.copy", "xfer.post", "xfer.await"})
 # A function attribute of `place`: its copies between devices are still to be inserted.
@@ -118,6 +119,11 @@ def _extremes(index: Dim, scope: dict[str, tuple[int, int]]) -> list[int]:
 
 def _type_faults(module: Module, where: str, type: Type, indices: set[str]) -> Iterator[Fault]:
     known = module.dims.keys() | module.syms.keys() | indices
+    for encoding in _encodings_of(type):
+        try:
+            encoding_def(encoding)
+        except EncodingError as error:
+            yield Fault(where, str(error))
     for dim in _dims_of(type):
         for name in sorted(dim.names - known):
             yield Fault(where, f"{name} in {type} is no dim or sym", f"declare: dim {name} = …")
@@ -133,6 +139,12 @@ def _literal_faults(module: Module, where: str, dim: Dim, shown: str) -> Iterato
     if value >= _SMALLEST_LITERAL and named:
         hint = f"write {' or '.join(named)} (name-dims does it)"
         yield Fault(where, f"the literal {value} in {shown} equals dim {named[0]}", hint)
+
+
+def _encodings_of(type: Type) -> list[Encoding]:
+    parts = type.parts if isinstance(type, StateType) else (type,)
+    tensors = [p for p in parts if isinstance(p, TensorType)]
+    return [p.encoding for p in tensors if p.encoding is not None]
 
 
 def _dims_of(type: Type) -> list[Dim]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from ktgraph.ir.graph import Attr, Weight
-from ktgraph.ops import Refusal
+from ktgraph.ops import Refusal, is_op, op_def
+from ktgraph.ops.registry import UnknownOpError
 from ktgraph.rewrite.matching import Match
 from ktgraph.rewrite.pattern import Pattern, parse_pattern
 
@@ -48,6 +49,12 @@ class Rule:
     def __init__(self) -> None:
         self.pattern = parse_pattern(self.match, self.name)
         self.emission = parse_pattern(self.emit, self.name)
+        for op in (*self.pattern.ops, *self.emission.ops):
+            if not op.is_alias and not is_op(op.name):
+                try:
+                    op_def(op.name)
+                except UnknownOpError as error:
+                    raise ValueError(f"rule {self.name}: {error}") from None
         self._check_pattern()
         self._check_emission()
 

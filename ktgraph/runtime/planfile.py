@@ -32,7 +32,7 @@ from ktgraph.ir.lexer import ParseError
 from ktgraph.ir.parser import parse_module
 from ktgraph.ir.printer import print_weight
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.pass_api import CompileOptions
+from ktgraph.pass_api import CompileOptions, option_fault
 from ktgraph.runtime.arena import PlanError
 from ktgraph.runtime.native import dense_dtype
 from ktgraph.runtime.operands import WeightUse
@@ -131,7 +131,6 @@ def _extra_name(name: str) -> str:
     return name
 
 
-_WHOLE_OPTIONS = ("max_tokens", "max_batch", "context", "cache_rows", "page_size", "threads")
 _MOST_CHECKED = 2 << 30  # bytes: larger files are mapped unread, a checksum would take minutes
 
 
@@ -249,6 +248,8 @@ def load_plan(
     Raises PlanFileError: one line for a damaged file, or every reason why the plan does not fit.
     """
     path = Path(path)
+    if path.is_dir():
+        raise PlanFileError(f"{path} is a folder, not a .ktplan: kt.compile takes a model's folder")
     with _reading(path) as archive:
         texts = {i.filename: _text(archive, i) for i in archive.infolist() if i.filename != _PACKED}
         _require_members(path, texts)
@@ -320,13 +321,10 @@ def _options(path: Path, texts: Mapping[str, str]) -> CompileOptions:
     unknown = sorted(given.keys() - {f.name for f in fields(CompileOptions)})
     if unknown:
         raise PlanFileError(f"{path}: unknown option {unknown[0]}: it was made by a newer version")
-    plain = asdict(CompileOptions())
     for name, value in given.items():
-        number = name in _WHOLE_OPTIONS and value is not None
-        if number and (type(value) is not int or value <= 0):
-            raise _damaged(path, f"options.json: {name} is {value!r}, not a number above 0")
-        if isinstance(plain[name], (str, bool)) and not isinstance(value, type(plain[name])):
-            raise _damaged(path, f"options.json: {name} is {value!r}")
+        fault = option_fault(name, value)
+        if fault is not None:
+            raise _damaged(path, f"options.json: {fault}")
     return CompileOptions(**given)
 
 
