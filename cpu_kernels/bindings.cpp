@@ -6,6 +6,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <sys/mman.h>
 
@@ -381,6 +382,16 @@ NB_MODULE(_native, m) {
       .def("run", &run_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none())
       .def("run_timed", &time_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none(),
            "Seconds per instruction.")
+      .def(
+          "scratch",
+          [](Program& p, long tokens, long rows, long sequences, long max_new, long max_kv,
+             int threads) {
+            const auto [shared, local] =
+                p.scratch({tokens, rows, sequences, max_kv, max_new, threads});
+            return std::make_tuple(shared, local);
+          },
+          "T"_a, "O"_a, "sequences"_a, "max_new"_a, "max_kv"_a, "threads"_a,
+          "(bytes shared by all threads, bytes of each thread) that a run of these sizes keeps.")
       .def("__len__", &Program::size)
       .def("kernel", [](const Program& p, int i) {
         if (i < 0 || i >= p.size()) throw nb::index_error();

@@ -306,20 +306,27 @@ void Program::run(long tokens, long rows, const BatchArg* batch, double* seconds
     }
   }
   check_batch(sizes_, batch);
+  const auto [shared, local] = scratch(sizes_);
+  engine_.reserve(shared, local);
+  counters_.assign(steps_.size() * kCounterWords, 0);
+  batch_ = batch, seconds_ = seconds;
+  engine_.run([](void* self, int tid) { static_cast<Program*>(self)->body(tid); }, this);
+}
+
+std::pair<size_t, size_t> Program::scratch(const Sizes& sizes) {
   size_t shared = 0, local = 0;
   for (Step& s : steps_) {
     for (int i = 0; i < s.instr.count; ++i) {
       Operand& o = s.instr.op[i];
       if (o.kind != KIND_TENSOR) continue;
-      o.t.dim[0] = o.t.axis == kAxisTokens ? tokens : o.t.axis == kAxisRows ? rows : o.t.axis;
+      o.t.dim[0] = o.t.axis == kAxisTokens ? sizes.tokens
+                   : o.t.axis == kAxisRows ? sizes.rows
+                                           : o.t.axis;
     }
-    if (s.kernel->shared_bytes) shared = std::max(shared, s.kernel->shared_bytes(s.instr, sizes_));
-    if (s.kernel->local_bytes) local = std::max(local, s.kernel->local_bytes(s.instr, sizes_));
+    if (s.kernel->shared_bytes) shared = std::max(shared, s.kernel->shared_bytes(s.instr, sizes));
+    if (s.kernel->local_bytes) local = std::max(local, s.kernel->local_bytes(s.instr, sizes));
   }
-  engine_.reserve(shared, local);
-  counters_.assign(steps_.size() * kCounterWords, 0);
-  batch_ = batch, seconds_ = seconds;
-  engine_.run([](void* self, int tid) { static_cast<Program*>(self)->body(tid); }, this);
+  return {shared, local};
 }
 
 void Program::body(int tid) {

@@ -16,9 +16,10 @@ struct Row {
 // attributes: name:type[=default]; types are float, int, bool or choices joined by "|".
 constexpr Row kRows[] = {
     {"cpu.embedding", "ids:i32[T] table:f[VOC,D] -> out:f[T,D]", "", "Rows of a table."},
-    {"cpu.rms_norm", "x:f[T,?H,D] w:f32[D] -> y:f[T,?H,D]", "eps:float",
-     "x * rsqrt(mean(x^2) + eps) * w over the last axis."},
-    {"cpu.add_rms_norm", "x:f[T,D] r:f[T,D] w:f32[D] -> sum:f[T,D] y:f[T,D]", "eps:float",
+    {"cpu.rms_norm", "x:f[T,?H,D] w:f32[D] -> y:f[T,?H,D]", "eps:float late_cast:bool=false",
+     "x * rsqrt(mean(x^2) + eps) * w over the last axis; late_cast: rounded once, after w."},
+    {"cpu.add_rms_norm", "x:f[T,D] r:f[T,D] w:f32[D] -> sum:f[T,D] y:f[T,D]",
+     "eps:float late_cast:bool=false",
      "sum = x + r; y = rms_norm(sum), from sum as rounded to its dtype."},
     {"cpu.linear", "x:f[T,K] w:weight[N,K] bias?:f32[N] -> y:f[T,N]", "", "y = W x + bias."},
     {"cpu.batched_linear", "x:f[T,H,K] w:weight[H,N,K] -> y:f[T,H,N]", "",
@@ -68,12 +69,10 @@ constexpr Row kRows[] = {
      "down(act(gate x) * up x)."},
     {"cpu.add", "a:f[T,?H,D] b:f[T,?H,D] -> y:f[T,?H,D]", "", "a + b."},
     {"cpu.add3", "a:f[T,?H,D] b:f[T,?H,D] c:f[T,?H,D] -> y:f[T,?H,D]", "", "(a + b) + c."},
-    {"cpu.silu_mul", "gate:f[T,?H,D] up:f[T,?H,D] -> y:f[T,?H,D]", "", "silu(gate) * up."},
     {"cpu.mul", "a:f[T,?H,D] b:f[T,?H,D1] -> y:f[T,?H,D]", "", "a * b; b's last axis may be 1."},
     {"cpu.sigmoid", "x:f[T,?H,D] -> y:f[T,?H,D]", "", "1 / (1 + exp(-x))."},
     {"cpu.copy", "x:f[T,?H,D] -> y:f[T,?H,D]", "", "Copies, and casts between f32 and bf16."},
     {"cpu.gather_rows", "x:f[T,D] batch:batch -> y:f[O,D]", "", "Rows batch.out_rows of x."},
-    {"cpu.argmax", "x:f[T,N] -> ids:i32[T]", "", "Index of the largest entry, the lowest on ties."},
 };
 
 const std::map<std::string, Attr> kAttrIds = {
@@ -94,6 +93,7 @@ const std::map<std::string, Attr> kAttrIds = {
     {"alpha", A_ALPHA},
     {"limit", A_LIMIT},
     {"bias_in_logits", A_BIAS_IN_LOGITS},
+    {"late_cast", A_LATE_CAST},
 };
 
 std::vector<std::string> split(const std::string& text, char at) {

@@ -38,6 +38,7 @@ enum Attr : int {
   A_ALPHA,
   A_LIMIT,
   A_BIAS_IN_LOGITS,
+  A_LATE_CAST,
   A_COUNT
 };
 

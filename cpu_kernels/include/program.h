@@ -22,6 +22,8 @@ class Program {
           const std::map<std::string, AttrValue>& attrs);
   void run(long tokens, long rows, const BatchArg* batch,
            double* seconds);  // seconds: per instruction, or null
+  // Bytes a run of these sizes keeps: (shared by all threads, of each thread).
+  std::pair<size_t, size_t> scratch(const Sizes& sizes);
   int size() const { return int(steps_.size()); }
   const std::string& name(int i) const { return steps_[i].spec->name; }
 

@@ -47,12 +47,10 @@ constexpr Kernel kKernels[] = {
     {"cpu.swiglu", swiglu, swiglu_shared, swiglu_local},
     {"cpu.add", elementwise<EL_ADD, 2>, nullptr, elementwise_local<2>},
     {"cpu.add3", elementwise<EL_ADD3, 3>, nullptr, elementwise_local<3>},
-    {"cpu.silu_mul", elementwise<EL_SILU_MUL, 2>, nullptr, elementwise_local<2>},
     {"cpu.mul", elementwise<EL_MUL, 2>, nullptr, elementwise_local<2>},
     {"cpu.sigmoid", elementwise<EL_SIGMOID, 1>, nullptr, elementwise_local<1>},
     {"cpu.copy", elementwise<EL_COPY, 1>, nullptr, elementwise_local<1>},
     {"cpu.gather_rows", gather_rows, nullptr, copy_local},
-    {"cpu.argmax", argmax, argmax_shared, argmax_local},
 };
 
 }  // namespace

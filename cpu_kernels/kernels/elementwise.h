@@ -1,4 +1,4 @@
-// Row-wise odds and ends: add, add3, mul, silu_mul, sigmoid, copy, gather_rows, embedding, argmax.
+// Row-wise odds and ends: add, add3, mul, sigmoid, copy, gather_rows, embedding.
 // Rows are divided among the threads; a row is widened to f32, computed and narrowed.
 #pragma once
 
@@ -6,7 +6,7 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-enum ElementOp : int { EL_COPY, EL_ADD, EL_ADD3, EL_MUL, EL_SILU_MUL, EL_SIGMOID };
+enum ElementOp : int { EL_COPY, EL_ADD, EL_ADD3, EL_MUL, EL_SIGMOID };
 
 template <int OP>
 KTG_IN F element(F a, F b, F c) {
@@ -17,8 +17,6 @@ KTG_IN F element(F a, F b, F c) {
       return add(add(a, b), c);
     case EL_MUL:
       return mul(a, b);
-    case EL_SILU_MUL:
-      return mul(mul(a, sigmoid(a)), b);
     case EL_SIGMOID:
       return sigmoid(a);
     default:
@@ -81,64 +79,6 @@ static void embedding(const Ctx& ctx, const Instr& in) {
 }
 static size_t copy_local(const Instr& in, const Sizes&) {
   return align64(size_t(tensor(in, in.count - 1).dim[2] + 16) * 4);
-}
-
-// argmax: fixed pieces of a row, then the pieces in order. The lowest index wins ties; NaN never
-// does.
-constexpr long kArgmaxPiece = 8192;
-struct Best {
-  float value;
-  int index;
-};
-static size_t argmax_shared(const Instr& in, const Sizes&) {
-  const TensorArg& x = tensor(in, 0);
-  return align64(size_t(x.dim[0]) * ceil_div(x.dim[2], kArgmaxPiece) * sizeof(Best));
-}
-static size_t argmax_local(const Instr&, const Sizes&) { return (kArgmaxPiece + 16) * 4; }
-
-KTG_IN Best best_of(const float* x, long n, long offset) {
-  F value = set1(-__builtin_inff()), at = zero();  // offsets in a piece are exact in f32
-  const float lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  long i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const F v = load(x + i);
-    const Mask more = less(value, v);
-    at = select(more, add(load(lane), set1(float(i))), at);
-    value = select(more, v, value);
-  }
-  float values[16], places[16];
-  store(values, value), store(places, at);
-  Best best{-__builtin_inff(), int(offset)};
-  bool found = false;
-  for (int l = 0; l < 16; ++l) {
-    const int index = int(offset + long(places[l]));
-    if (values[l] > best.value || (found && values[l] == best.value && index < best.index))
-      best = {values[l], index}, found = true;
-  }
-  for (; i < n; ++i)
-    if (x[i] > best.value) best = {x[i], int(offset + i)};
-  return best;
-}
-
-static void argmax(const Ctx& ctx, const Instr& in) {
-  const TensorArg &x = tensor(in, 0), &ids = tensor(in, 1);
-  const long n = x.dim[2], pieces = ceil_div(n, kArgmaxPiece);
-  Best* best = reinterpret_cast<Best*>(ctx.shared);
-  for (long u; (u = next_unit(ctx, 0)) < x.dim[0] * pieces;) {
-    const long row = u / pieces, k0 = u % pieces * kArgmaxPiece, count = lmin(kArgmaxPiece, n - k0);
-    float* buffer = reinterpret_cast<float*>(ctx.local);
-    const char* src = row_ptr(x, row, 0) + k0 * item_bytes(x.dtype);
-    widen(src, x.dtype, count, buffer);
-    best[u] = best_of(buffer, count, k0);
-  }
-  barrier(ctx);
-  if (ctx.tid != 0) return;
-  for (long row = 0; row < x.dim[0]; ++row) {
-    Best b = best[row * pieces];
-    for (long p = 1; p < pieces; ++p)
-      if (best[row * pieces + p].value > b.value) b = best[row * pieces + p];
-    *reinterpret_cast<int*>(row_ptr(ids, row, 0)) = b.index;
-  }
 }
 
 }  // namespace

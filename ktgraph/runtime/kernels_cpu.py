@@ -199,17 +199,18 @@ def _act(*known: str) -> Supports:
     return check
 
 
-_GATES = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
+_PLAIN_GATES = ("silu", "gelu", "gelu_tanh", "relu")
+_GATES = (*_PLAIN_GATES, "swiglu_clamped")
 _ACT = ("act", "alpha", "limit")
 
 _ROWS = (
     _Row("nn.embedding", "cpu.embedding", _plain("xs"), nmse=0.0),
-    _Row("nn.rms_norm", "cpu.rms_norm", _plain("xx", attrs=["eps"])),
-    _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps"])),
+    _Row("nn.rms_norm", "cpu.rms_norm", _plain("xx", attrs=["eps", "late_cast"])),
+    _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps", "late_cast"])),
     _Row("nn.linear", "cpu.linear", _plain("xwx"), (1,)),
     _Row("nn.batched_linear", "cpu.batched_linear", _plain("xw"), (1,)),
     _Row("nn.rope", "cpu.rope", _plain("xxxx", 2, ["style", "scale"])),
-    _Row("nn.swiglu", "cpu.swiglu", _plain("xww", attrs=["act"]), (1, 2), _act(*_GATES)),
+    _Row("nn.swiglu", "cpu.swiglu", _plain("xww", attrs=["act"]), (1, 2), _act(*_PLAIN_GATES)),
     _Row("nn.act", "cpu.sigmoid", _plain("x"), check=_act("sigmoid")),
     _Row(
         "kv.append",
