@@ -89,8 +89,11 @@ WeightArg describe(const std::string& format, long rows, long cols, long count, 
 }
 
 PyWeight make_weight(const std::string& format, long rows, long cols, long count, long group,
-                     bool gate_up, uintptr_t data, long nbytes) {
+                     bool gate_up, uintptr_t data, long nbytes, const std::string& activations) {
   PyWeight out{describe(format, rows, cols, count, group, gate_up)};
+  if (!activations.empty())
+    if (const char* error = set_activations(activations.c_str(), &out.w))
+      bad("Weight: " + format + " with activations '" + activations + "': " + error);
   out.w.data = reinterpret_cast<const char*>(data);
   if (data % 64) bad("Weight: data must be 64-byte aligned");
   if (nbytes < out.w.stride * count)
@@ -260,14 +263,15 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(size_t rows, size_t cols, T** d
 auto quantize(const std::string& format, long group, nb::handle src) {
   const Source source = source_of(src);
   const WeightArg w = describe(format, source.rows, source.cols, 1, group, false);
-  if (w.format != FMT_INT8 && w.format != FMT_INT4) bad("quantize: int8 or int4");
+  if (w.format < FMT_INT8) bad("quantize: int8, int4 or int4p");
   std::unique_ptr<char, void (*)(void*)> bytes(static_cast<char*>(std::aligned_alloc(64, w.stride)),
                                                std::free);
   pack_matrix(pack_isa(""), w, bytes.get(), 0, source);
   int8_t* q;
   float* scales;
-  auto out = std::make_pair(new_array(w.rows, w.cols, &q),
-                            new_array(w.rows, w.group ? w.groups : 1, &scales));
+  auto out =
+      std::make_pair(new_array(w.rows, w.cols, &q),
+                     new_array(w.rows, w.group ? (w.cols + w.group - 1) / w.group : 1, &scales));
   read_quantized(w, bytes.get(), 0, q, scales);
   return out;
 }
@@ -298,6 +302,7 @@ nb::dict isa_info() {
   const IsaInfo& info = detect_isa();
   nb::dict out;
   out["flags"] = info.flags;
+  out["levels"] = info.levels;
   out["best"] = info.best;
   out["missing_for_next"] = info.missing;
   std::string why;
@@ -341,10 +346,12 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyWeight* w, const std::string& format, long rows, long cols, long count, long group,
-             bool gate_up, uintptr_t data, long nbytes) {
-            new (w) PyWeight(make_weight(format, rows, cols, count, group, gate_up, data, nbytes));
+             bool gate_up, uintptr_t data, long nbytes, const std::string& activations) {
+            new (w) PyWeight(
+                make_weight(format, rows, cols, count, group, gate_up, data, nbytes, activations));
           },
-          "format"_a, "rows"_a, "cols"_a, "count"_a, "group"_a, "gate_up"_a, "data"_a, "nbytes"_a);
+          "format"_a, "rows"_a, "cols"_a, "count"_a, "group"_a, "gate_up"_a, "data"_a, "nbytes"_a,
+          "activations"_a = "");
   nb::class_<PyState>(m, "State", "A paged cache; each part is [layer][page][page_size][row].")
       .def(
           "__init__",

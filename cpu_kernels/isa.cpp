@@ -1,7 +1,10 @@
 #include "isa.h"
 
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -15,15 +18,46 @@ uint64_t read_xcr0() {
   return (uint64_t(hi) << 32) | lo;
 }
 
-constexpr const char* kAvx2Flags[] = {"avx2", "fma", "os_ymm"};
-constexpr const char* kAvx512Flags[] = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "os_zmm"};
+// Every level, lowest first, with the flags it needs. amx_emulated is for tests and never chosen by
+// itself.
+struct Level {
+  const char* name;
+  std::vector<const char*> flags;
+  const IsaTable& (*table)();
+  bool chosen;
+};
+const std::vector<Level>& levels() {
+  static const std::vector<const char*> k2 = {"avx2", "fma", "os_ymm"};
+  static const std::vector<const char*> k512 = {"avx2",     "fma",      "avx512f", "avx512bw",
+                                                "avx512vl", "avx512dq", "os_zmm"};
+  const auto with = [](std::vector<const char*> base, std::initializer_list<const char*> more) {
+    base.insert(base.end(), more);
+    return base;
+  };
+  static const std::vector<Level> all = {
+      {"amx_emulated", k2, amx_emulated_table, false},
+      {"avx2", k2, avx2_table, true},
+      {"avx2_vnni", with(k2, {"avx_vnni"}), avx2_vnni_table, true},
+      {"avx512", k512, avx512_table, true},
+      {"avx512_vnni", with(k512, {"avx512_vnni"}), avx512_vnni_table, true},
+      {"amx",
+       with(k512, {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16", "os_amx", "amx_permission"}),
+       amx_table, true},
+  };
+  return all;
+}
 
-template <size_t N>
-std::string missing_of(const IsaInfo& info, const char* const (&names)[N]) {
+std::string missing_of(const IsaInfo& info, const Level& level) {
   std::string out;
-  for (const char* name : names)
+  for (const char* name : level.flags)
     if (!info.flags.at(name)) out += (out.empty() ? "" : ", ") + std::string(name);
   return out;
+}
+
+// Linux lets a process use tile registers only after it asked (Documentation/arch/x86/xstate.rst).
+bool ask_for_tiles() {
+  constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request, tile_data) == 0;
 }
 
 IsaInfo detect() {
@@ -54,10 +88,23 @@ IsaInfo detect() {
       {"os_zmm", (xcr0 & 0xE6) == 0xE6},  // and opmask and zmm state
       {"os_amx", (xcr0 & 0x60000) == 0x60000},
   };
-  const std::string no2 = missing_of(info, kAvx2Flags), no512 = missing_of(info, kAvx512Flags);
-  info.best = !no2.empty() ? "" : !no512.empty() ? "avx2" : "avx512";
-  info.missing = !no2.empty() ? no2 : no512;
+  info.flags["amx_permission"] = info.flags["amx_tile"] && info.flags["os_amx"] && ask_for_tiles();
+  for (const Level& level : levels()) {
+    const std::string missing = missing_of(info, level);
+    if (missing.empty()) {
+      info.levels.push_back(level.name);
+      if (level.chosen) info.best = level.name, info.missing.clear();
+    } else if (info.missing.empty()) {
+      info.missing = missing;
+    }
+  }
   return info;
+}
+
+std::string level_names() {
+  std::string out;
+  for (const Level& level : levels()) out += (out.empty() ? "" : ", ") + std::string(level.name);
+  return out;
 }
 
 }  // namespace
@@ -76,18 +123,20 @@ const IsaTable& choose_isa(const std::string& wanted, std::string* why) {
     throw std::runtime_error("this CPU cannot run ktgraph's native kernels: missing " +
                              info.missing + " (AVX2 with FMA is the least)");
   const std::string source = by_env ? "KTGRAPH_ISA=" + level : "isa=\"" + level + "\"";
-  if (level != "avx2" && level != "avx512")
-    throw std::runtime_error(source + " is not a known level; use avx2 or avx512");
-  if (level == "avx512" && info.best != "avx512")
-    throw std::runtime_error(source + " asks for AVX-512, but this CPU or OS lacks " +
-                             info.missing);
+  const auto at = std::find_if(levels().begin(), levels().end(),
+                               [&level](const Level& l) { return l.name == level; });
+  if (at == levels().end())
+    throw std::runtime_error(source + " is not a known level; use one of " + level_names());
+  if (const std::string missing = missing_of(info, *at); !missing.empty())
+    throw std::runtime_error(source + " asks for more than this CPU and OS have: missing " +
+                             missing + ". Use " + info.best + " or a lower level");
   if (why)
     *why = by_env            ? "forced by KTGRAPH_ISA"
            : !wanted.empty() ? "asked for by the caller"
            : info.missing.empty()
                ? "the best level built in, and the CPU has all its flags"
                : "the best level this CPU has; the next one misses " + info.missing;
-  return level == "avx512" ? avx512_table() : avx2_table();
+  return at->table();
 }
 
 }  // namespace ktg

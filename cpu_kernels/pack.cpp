@@ -29,19 +29,41 @@ const char* block_of(const WeightArg& w, const char* matrix, Place p, long k) {
   return matrix + p.tile * w.tile_bytes + k / w.step * kBlockBytes + 4 * p.lane;
 }
 
+uint8_t code_at(const WeightArg& w, const char* matrix, Place p, long k) {
+  return uint8_t(matrix[w.scale_offset + (p.tile * w.groups + k / w.group) * kTileRows + p.lane]);
+}
+
 int quant_at(const WeightArg& w, const char* matrix, Place p, long k) {
   const char* at = block_of(w, matrix, p, k);
   if (w.format == FMT_INT8) return int8_t(at[k % 4]);
   const uint8_t byte = uint8_t(at[k % 4]);
-  return (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
+  const int nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
+  return nibble - (w.format == FMT_INT4P ? 8 - (code_at(w, matrix, p, k) >> 7) : 8);
 }
 
 float scale_at(const WeightArg& w, const char* matrix, Place p, long k) {
   const char* scales = matrix + w.scale_offset;
-  if (w.format == FMT_INT8)
-    return reinterpret_cast<const float*>(scales)[p.tile * kTileRows + p.lane];
+  const long row = p.tile * kTileRows + p.lane;
+  if (w.format == FMT_INT8) return reinterpret_cast<const float*>(scales)[row];
+  if (w.format == FMT_INT4P)
+    return float(code_at(w, matrix, p, k) & 15) *
+           reinterpret_cast<const float*>(matrix + w.row_scale_offset)[row];
   return widen(reinterpret_cast<const uint16_t*>(
       scales)[(p.tile * w.groups + k / w.group) * kTileRows + p.lane]);
+}
+
+// Where the bytes that packing writes end; the rest of the stride is zero. int4p leaves a gap
+// before its row scales.
+void clear_gaps(const WeightArg& w, char* matrix) {
+  long end = w.scale_offset;
+  if (w.format == FMT_INT8) end += w.tiles * kTileRows * 4;
+  if (w.format == FMT_INT4) end += w.tiles * w.groups * kTileRows * 2;
+  if (w.format == FMT_INT4P) {
+    end += w.tiles * w.groups * kTileRows;
+    std::memset(matrix + end, 0, w.row_scale_offset - end);
+    end = w.row_scale_offset + w.tiles * kTileRows * 4;
+  }
+  std::memset(matrix + end, 0, w.stride - end);
 }
 
 }  // namespace
@@ -59,8 +81,7 @@ void pack_matrix(const IsaTable& isa, const WeightArg& w, char* stack, long inde
                                 ", the weight " + pair(w.rows, w.cols));
   std::vector<float> rows(16 * w.kpad + 64);
   char* dst = stack + index * w.stride;
-  const long end = w.scale_offset + (w.format == FMT_INT8 ? w.tiles * 64 : w.groups * w.tiles * 32);
-  std::memset(dst + end, 0, w.stride - end);
+  clear_gaps(w, dst);
   const long bad = isa.pack({w, dst, src.data, src.dtype, src.stride, rows.data()});
   if (bad >= 0)
     throw std::invalid_argument("pack: row " + std::to_string(bad) + " holds inf or NaN");
@@ -68,7 +89,8 @@ void pack_matrix(const IsaTable& isa, const WeightArg& w, char* stack, long inde
 
 void read_quantized(const WeightArg& w, const char* stack, long index, int8_t* q, float* scales) {
   const char* matrix = stack + index * w.stride;
-  const long per_row = w.group ? w.groups : 1, span = w.group ? w.group : w.cols;
+  const long per_row = w.group ? (w.cols + w.group - 1) / w.group : 1;
+  const long span = w.group ? w.group : w.cols;
   for (long r = 0; r < w.rows; ++r) {
     const Place p = place_of(w, r);
     for (long k = 0; k < w.cols; ++k) q[r * w.cols + k] = int8_t(quant_at(w, matrix, p, k));

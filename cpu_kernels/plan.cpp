@@ -104,6 +104,10 @@ void bind_weight(const KernelSpec& k, const OperandSpec& spec, const WeightArg& 
   if (w.gate_up != wants_gate_up)
     reject(k, spec.name + (wants_gate_up ? ": must be packed with gate_up=True"
                                          : ": must not be packed with gate_up"));
+  const bool any_rows = k.name == "cpu.linear" || k.name == "cpu.batched_linear" ||
+                        k.name == "cpu.grouped_mlp" || k.name == "cpu.swiglu";
+  if (w.activations == ACTS_INT8 && !any_rows)
+    reject(k, spec.name + ": this kernel takes activations f32, got a weight for int8");
   if (stack) dims.bind(spec, spec.dims[0], w.count);
   dims.bind(spec, spec.dims[stack], w.rows);
   dims.bind(spec, spec.dims[stack + 1], w.cols);

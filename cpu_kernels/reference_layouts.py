@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 TILE_ROWS = 16
-STEP = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8}  # columns per 64-byte block
+STEP = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "int4p": 8}  # columns per 64-byte block
+PAD = {"f32": 1, "bf16": 32, "int8": 64, "int4": 64, "int4p": 64}  # columns are padded to these
+GROUPED = ("int4", "int4p")
 GROUPS = (32, 64, 128)
 # Candidates for an int4 scale: the group's largest element divided by each of these.
 DIVISORS = (-8, -7.5, -8.5, -7, -9, -6.5, -9.5, -10, 7, 7.5, 6.5, 8, 6, 8.5, 9, 9.5)
@@ -46,11 +48,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.format not in STEP:
             raise ValueError(f"unknown format {self.format!r}; one of {', '.join(STEP)}")
-        if (self.format == "int4") != (self.group in GROUPS) or (
-            self.format != "int4" and self.group
-        ):
+        if self.group not in (GROUPS if self.format in GROUPED else (0,)):
             raise ValueError(
-                f"{self.format} with group {self.group}: int4 needs 32, 64 or 128, the others 0"
+                f"{self.format} with group {self.group}: int4 and int4p need 32, 64 or 128, "
+                "the others 0"
             )
 
     @property
@@ -61,11 +62,11 @@ class Layout:
 
     @property
     def kpad(self) -> int:
-        return _up(self.cols, STEP[self.format])
+        return _up(self.cols, PAD[self.format])
 
     @property
     def groups(self) -> int:
-        return -(-self.cols // self.group) if self.group else 0
+        return -(-self.kpad // self.group) if self.group else 0
 
     @property
     def data_nbytes(self) -> int:
@@ -73,7 +74,12 @@ class Layout:
 
     @property
     def scale_nbytes(self) -> int:
-        return {"int8": self.tiles * 64, "int4": self.tiles * self.groups * 32}.get(self.format, 0)
+        codes = self.tiles * self.groups * TILE_ROWS
+        return {
+            "int8": self.tiles * 64,
+            "int4": 2 * codes,
+            "int4p": _up(codes, 64) + self.tiles * 64,
+        }.get(self.format, 0)
 
     @property
     def stride(self) -> int:
@@ -140,10 +146,66 @@ def quantize_int4(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return q, np.stack(scales, axis=1)
 
 
+def _best_factor(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of one group and the rows' scales -> factor (0..15) and offset (8 or 7) of least error."""
+    peak = np.abs(w).max(axis=1)
+    guess = np.rint(peak * _inverse(np.float32(7.5) * scale))
+    factor = best_factor = np.zeros(len(w), np.float32)
+    best_offset, least = np.full(len(w), 8, np.float32), np.zeros(len(w), np.float32)
+    for i, (step, offset) in enumerate((s, o) for s in (0, -1, 1, -2, 2) for o in (8, 7)):
+        factor = np.where(peak == 0, np.float32(0), np.clip(guess + np.float32(step), 1, 15))
+        factor = factor.astype(np.float32)
+        s = factor * scale
+        error = np.zeros(len(w), np.float32)
+        for k in range(w.shape[1]):
+            e = w[:, k] - _round_int4p(w[:, k], _inverse(s), np.float32(offset)) * s
+            error = error + e * e
+        better = np.ones(len(w), bool) if i == 0 else error < least
+        best_factor = np.where(better, factor, best_factor)
+        best_offset = np.where(better, np.float32(offset), best_offset)
+        least = np.where(better, error, least)
+    return best_factor.astype(np.float32), best_offset.astype(np.float32)
+
+
+def _round_int4p(w: np.ndarray, inv: np.ndarray, offset: np.ndarray | np.float32) -> np.ndarray:
+    return np.rint(np.clip(w * inv, -offset, np.float32(15) - offset))
+
+
+def quantize_int4p(
+    w: np.ndarray, group: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows -> int4 values, factors and offsets [rows, groups], and one f32 scale per row.
+
+    A value is ``q * factor * scale``; q lies in -offset .. 15 - offset.
+    """
+    q = np.zeros(w.shape, np.int8)
+    scale = np.abs(w).max(axis=1, initial=0).astype(np.float32) / np.float32(105)
+    factors, offsets = [], []
+    for k in range(0, w.shape[1], group):
+        part = w[:, k : k + group]
+        factor, offset = _best_factor(part, scale)
+        inv = _inverse(factor * scale)
+        q[:, k : k + group] = _round_int4p(part, inv[:, None], offset[:, None])
+        factors.append(factor)
+        offsets.append(offset)
+    return q, np.stack(factors, axis=1), np.stack(offsets, axis=1), scale
+
+
 def _blocks(values: np.ndarray, step: int) -> np.ndarray:
     """[rows, cols] in packed row order -> [tiles, blocks, 16, step]."""
     rows, cols = values.shape
     return values.reshape(rows // TILE_ROWS, TILE_ROWS, cols // step, step).transpose(0, 2, 1, 3)
+
+
+def _nibbles(u: np.ndarray) -> np.ndarray:
+    """Values 0..15 in packed row order -> blocks of bytes: column k low, column k + 4 high."""
+    blocks = _blocks(u.astype(np.uint8), 8)
+    return blocks[..., :4] | (blocks[..., 4:] << 4)
+
+
+def _by_group(values: np.ndarray, lay: Layout) -> np.ndarray:
+    """[rows, groups] in packed row order -> [tiles, groups, 16]."""
+    return values.reshape(lay.tiles, TILE_ROWS, lay.groups).transpose(0, 2, 1)
 
 
 def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False) -> np.ndarray:
@@ -165,16 +227,31 @@ def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False
     elif format == "int8":
         q, s = quantize_int8(padded)
         data, scales = _blocks(q, 4), s
-    else:
+    elif format == "int4":
         q, s = quantize_int4(padded, group)
-        u = _blocks((q + 8).astype(np.uint8), 8)
-        data = u[..., :4] | (u[..., 4:] << 4)
-        scales = bf16_bits(s).reshape(lay.tiles, TILE_ROWS, lay.groups).transpose(0, 2, 1)
+        data = _nibbles(q + 8)
+        scales = _by_group(bf16_bits(s), lay)
+    else:
+        q, factors, offsets, s = quantize_int4p(padded, group)
+        data = _nibbles(q + np.repeat(offsets, group, axis=1)[:, : lay.kpad].astype(np.int8))
+        codes = _by_group((factors + (8 - offsets) * 128).astype(np.uint8), lay).reshape(-1)
+        gap = np.zeros(_up(len(codes), 64) - len(codes), np.uint8)
+        scales = np.concatenate([codes, gap, s.view(np.uint8)])
     out[: lay.data_nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     if lay.scale_nbytes:
         flat = np.ascontiguousarray(scales).view(np.uint8).reshape(-1)
         out[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes] = flat
     return out
+
+
+def _rows_of_groups(stored: np.ndarray, lay: Layout) -> np.ndarray:
+    """[tiles, groups, 16] -> [rows, groups] in packed row order."""
+    by_tile = stored.reshape(lay.tiles, lay.groups, TILE_ROWS).transpose(0, 2, 1)
+    return np.ascontiguousarray(by_tile).reshape(-1, lay.groups)
+
+
+def _per_column(values: np.ndarray, lay: Layout) -> np.ndarray:
+    return np.repeat(values, lay.group, axis=1)[:, : lay.kpad]
 
 
 def to_float(
@@ -194,20 +271,19 @@ def to_float(
         blocks = raw.view(np.int8).astype(np.float32).reshape(shape)
     else:
         bytes4 = raw.reshape(*shape[:3], 4)
-        blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(
-            np.float32
-        ) - np.float32(8)
+        blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(np.float32)
     values = blocks.transpose(0, 2, 1, 3).reshape(lay.tiles * TILE_ROWS, lay.kpad)
     if format == "int8":
         values = values * scale_bytes.view(np.float32)[:, None]
     if format == "int4":
-        s = (
-            bf16_values(scale_bytes.view(np.uint16))
-            .reshape(lay.tiles, lay.groups, TILE_ROWS)
-            .transpose(0, 2, 1)
-        )
-        per_column = np.repeat(s.reshape(-1, lay.groups), group, axis=1)[:, : lay.kpad]
-        values = values * per_column
+        s = bf16_values(_rows_of_groups(scale_bytes.view(np.uint16), lay))
+        values = (values - np.float32(8)) * _per_column(s, lay)
+    if format == "int4p":
+        codes = _rows_of_groups(scale_bytes[: lay.tiles * lay.groups * TILE_ROWS], lay)
+        s = scale_bytes[-lay.tiles * 64 :].view(np.float32)
+        scale = (codes & 15).astype(np.float32) * s[:, None]
+        offset = np.float32(8) - (codes >> 7).astype(np.float32)
+        values = (values - _per_column(offset, lay)) * _per_column(scale, lay)
     out = np.zeros((rows, cols), np.float32)
     order = lay.row_order()
     out[order[order >= 0]] = values[order >= 0, :cols]

@@ -5,29 +5,38 @@
 
 namespace ktg {
 
-enum Format : int { FMT_F32 = 0, FMT_BF16, FMT_INT8, FMT_INT4 };
+enum Format : int { FMT_F32 = 0, FMT_BF16, FMT_INT8, FMT_INT4, FMT_INT4P };
+
+// As what a kernel takes the rows it multiplies with a weight. int8: one scale per row and
+// kActBlock columns. bf16: on tile hardware and for many rows; f32 otherwise.
+enum Activations : int { ACTS_F32 = 0, ACTS_BF16, ACTS_INT8 };
 
 constexpr long kTileRows = 16;    // output rows per tile, one per vector lane
 constexpr long kBlockBytes = 64;  // every format: 16 rows x `step` columns
+constexpr long kActBlock = 256;   // columns of an int8 row that share a scale
 
 // A packed matrix, or a stack of `count` of them. Memory is owned by Python.
 struct WeightArg {
   const char* data;
   int format;
   bool gate_up;
+  int activations;
   long rows, cols, count, group;
-  long tiles;         // per matrix, padding included
-  long step;          // columns per block
-  long kpad;          // cols rounded up to step
-  long groups;        // int4 scale groups per row
-  long tile_bytes;    // data bytes of one tile
-  long scale_offset;  // from the start of a matrix
-  long stride;        // bytes between matrices of the stack
+  long tiles;             // per matrix, padding included
+  long step;              // columns per block
+  long kpad;              // cols rounded up to whole tile operands
+  long groups;            // scale groups per row
+  long tile_bytes;        // data bytes of one tile
+  long scale_offset;      // from the start of a matrix: scales of rows or groups
+  long row_scale_offset;  // int4p: behind its group factors
+  long stride;            // bytes between matrices of the stack
 };
 
 // Fills the derived fields; returns nullptr or what is wrong.
 const char* describe_weight(const char* format, long rows, long cols, long count, long group,
                             bool gate_up, WeightArg* out);
 const char* format_name(int format);
+// nullptr, or why these rows cannot meet this format.
+const char* set_activations(const char* name, WeightArg* w);
 
 }  // namespace ktg

@@ -2,6 +2,7 @@
 #pragma once
 #include <map>
 #include <string>
+#include <vector>
 
 #include "plan.h"
 
@@ -9,8 +10,9 @@ namespace ktg {
 
 struct IsaInfo {
   std::map<std::string, bool> flags;
-  std::string best;     // "avx512", "avx2" or "" (none)
-  std::string missing;  // flags that keep the next level away
+  std::string best;                 // a level, or "" (none)
+  std::string missing;              // flags that keep the next level away
+  std::vector<std::string> levels;  // all that run here, lowest first
 };
 
 const IsaInfo& detect_isa();

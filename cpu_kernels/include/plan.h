@@ -106,6 +106,10 @@ struct IsaTable {
 };
 
 const IsaTable& avx2_table();
+const IsaTable& avx2_vnni_table();
 const IsaTable& avx512_table();
+const IsaTable& avx512_vnni_table();
+const IsaTable& amx_table();
+const IsaTable& amx_emulated_table();
 
 }  // namespace ktg

@@ -11,6 +11,24 @@
 
 #include "kernels/weights.h"
 
+#include "kernels/tile_ops.h"
+
+#include "kernels/int_rows.h"
+
+#include "kernels/int_panel.h"
+
+#include "kernels/int_tiles.h"
+
+#include "kernels/int_formats.h"
+
+#include "kernels/int_weights.h"
+
+#include "kernels/bf16_tiles.h"
+
+#include "kernels/rows_times.h"
+
+#include "kernels/mlp_sort.h"
+
 #include "kernels/attention.h"
 #include "kernels/cache.h"
 #include "kernels/elementwise.h"

@@ -1,6 +1,7 @@
 // cpu.linear and cpu.batched_linear: y[t, h] = W[h] x[t, h] (+ bias); linear has one head.
-// A unit is 4 tiles of one head and up to kTokenBlock tokens; units are stolen, each is computed
-// whole by one thread.
+// Rows are brought into the weight's form once (a few tokens: by every thread for itself, which
+// costs less than a barrier). A unit is 4 tiles of one head and up to kRowBlock tokens; units are
+// stolen, each is computed whole by one thread.
 #pragma once
 
 namespace ktg {
@@ -14,24 +15,30 @@ struct LinearView {
   const TensorArg& y;
 };
 
-constexpr long kFewRows = 4;  // so few that every thread widens x for itself
+constexpr long kOwnRows = 4;  // so few that every thread stages x for itself
 
-KTG_IN size_t linear_c_bytes() { return kTokenBlock * kUnitTiles * 64; }
+KTG_IN bool rows_in_place(const TensorArg& x, const WeightArg& w) {
+  return rows_kind(w, x.dim[0]) == ACTS_F32 && !needs_staging(x, w);
+}
 
 static size_t linear_shared(const Instr& in, const Sizes&) {
   const TensorArg& x = tensor(in, 0);
-  return needs_staging(x, in.op[1].w) ? align64(size_t(x.dim[0]) * x.dim[1] * in.op[1].w.kpad * 4)
-                                      : 0;
+  const WeightArg& w = in.op[1].w;
+  const long rows = x.dim[0] * x.dim[1];
+  if (rows_in_place(x, w) || x.dim[0] <= kOwnRows) return 0;
+  return align64(size_t(rows + kRowSlack) * record_bytes(rows_kind(w, x.dim[0]), w.kpad));
 }
 static size_t linear_local(const Instr& in, const Sizes&) {
-  return kPanelBytes + linear_c_bytes() + align64(size_t(kFewRows) * in.op[1].w.kpad * 4);
+  const WeightArg& w = in.op[1].w;
+  const long widest = lmax(record_bytes(ACTS_F32, w.kpad), int_row_bytes(w.kpad));
+  return align64(kTimesBytes) + kCBytes + align64(size_t(kOwnRows + kRowSlack) * widest);
 }
 
 static void linear_store(const LinearView& v, long h, long t0, long rows, long tile, long tiles,
                          float* c) {
   const long n0 = tile * 16, n = lmin(tiles * 16, v.w.rows - n0);
   for (long m = 0; m < rows; ++m) {
-    float* row = c + m * kUnitTiles * 16;
+    float* row = c + m * kCRow;
     if (v.bias) {
       const float* b = f32_row(*v.bias, 0) + n0;
       for (long i = 0; i < n; ++i) row[i] += b[i];
@@ -41,39 +48,44 @@ static void linear_store(const LinearView& v, long h, long t0, long rows, long t
   }
 }
 
+static void stage_rows(const LinearView& v, const Rows& r, long h, long from, long to) {
+  const long blocks = row_blocks(r);
+  for (long i = from; i < to; ++i) stage_block(v.x, i / blocks, h, r, i / blocks, i % blocks);
+}
+
+// Rows of one head where they lie: f32 already, in an even stride.
+static Rows rows_of_tensor(const LinearView& v, long h) {
+  return {ACTS_F32, row_ptr(v.x, 0, h), v.w.kpad, v.x.stride[0] * 4, nullptr};
+}
+
 static void run_linear_units(const Ctx& ctx, const LinearView& v) {
-  float* panel = reinterpret_cast<float*>(ctx.local);
-  float* c = reinterpret_cast<float*>(ctx.local + kPanelBytes);
-  float* own = reinterpret_cast<float*>(ctx.local + kPanelBytes + linear_c_bytes());
-  float* staged = reinterpret_cast<float*>(ctx.shared);
-  const long tokens = v.x.dim[0], heads = v.x.dim[1], kpad = v.w.kpad;
-  const bool stage = needs_staging(v.x, v.w), few = tokens <= kFewRows;
-  if (stage && !few) {  // once, together
-    const Range r = my_range(ctx, tokens * heads);
-    for (long i = r.begin; i < r.end; ++i)
-      stage_row(v.x, i / heads, i % heads, kpad, staged + i * kpad);
+  char* scratch = ctx.local;
+  float* c = reinterpret_cast<float*>(ctx.local + align64(kTimesBytes));
+  const long tokens = v.x.dim[0], heads = v.x.dim[1];
+  const bool direct = rows_in_place(v.x, v.w), own = tokens <= kOwnRows;
+  char* base = own ? ctx.local + align64(kTimesBytes) + kCBytes : ctx.shared;
+  Rows rows = rows_for(v.w, rows_kind(v.w, tokens), base, nullptr);
+  const long per_head = tokens * row_blocks(rows), head_bytes = tokens * rows.stride;
+  if (!direct && !own) {  // once, together
+    const Range r = my_range(ctx, per_head * heads);
+    for (long i = r.begin; i < r.end; ++i) {
+      rows.base = base + i / per_head * head_bytes;
+      stage_rows(v, rows, i / per_head, i % per_head, i % per_head + 1);
+    }
     barrier(ctx);
   }
-  const long groups = ceil_div(v.w.tiles, kUnitTiles), blocks = ceil_div(tokens, kTokenBlock);
-  long own_head = -1;
+  const long groups = ceil_div(v.w.tiles, kUnitTiles), blocks = ceil_div(tokens, kRowBlock);
+  long staged = -1;
   for (long u; (u = next_unit(ctx, 0)) < heads * groups * blocks;) {
     const long tile = u % groups * kUnitTiles, h = u / groups % heads, b = u / groups / heads;
-    const long t0 = tokens * b / blocks, rows = tokens * (b + 1) / blocks - t0;
-    const float* x[kTokenBlock];
-    for (long m = 0; m < rows; ++m) {
-      if (!stage)
-        x[m] = reinterpret_cast<const float*>(row_ptr(v.x, t0 + m, h));
-      else if (!few)
-        x[m] = staged + ((t0 + m) * heads + h) * kpad;
-      else {  // a copy of one's own costs less than a barrier
-        x[m] = own + m * kpad;
-        if (own_head != h) stage_row(v.x, m, h, kpad, own + m * kpad);
-      }
-    }
-    own_head = h;
+    const long t0 = tokens * b / blocks, here = tokens * (b + 1) / blocks - t0;
+    if (direct) rows = rows_of_tensor(v, h);
+    if (!direct && !own) rows.base = base + h * head_bytes;
+    if (!direct && own && staged != h) stage_rows(v, rows, h, 0, per_head);
+    staged = h;
     const Tiles t = tiles_of(v.w, h, tile, lmin(kUnitTiles, v.w.tiles - tile));
-    tiles_times_rows(t, x, rows, c, kUnitTiles * 16, panel);
-    linear_store(v, h, t0, rows, tile, t.count, c);
+    rows_times(t, rows, t0, here, c, kCRow, scratch);
+    linear_store(v, h, t0, here, tile, t.count, c);
   }
 }
 

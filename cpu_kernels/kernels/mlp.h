@@ -1,39 +1,26 @@
 // cpu.grouped_mlp and cpu.swiglu: y[t] = sum over k of wts[t, k] * down_e(act(gate_e x[t]) * up_e
-// x[t]), e = ids[t, k]. One region with three barriers: (1) tokens are sorted by expert; (2) gate,
-// up and activation, unit = two tile pairs of one expert for all its tokens; (3) down and merge,
-// unit = up to four tiles of the output for all experts, so that each output is summed over k, in
-// order, by the thread that computed its parts. swiglu is one expert with weight 1. Long inputs go
-// in slices of tokens, which bounds the scratch.
+// x[t]), e = ids[t, k]. swiglu is one expert with weight 1. One region, in slices of tokens:
+//   stage    pairs (token, k) are sorted by expert; each token's row is brought into w13's form
+//            once and copied to its pairs (few tokens: the pairs point at it)
+//   gate_up  gate, up and activation of some columns of one expert; whoever completes a block of
+//            kActBlock inner columns brings it into w2's form
+//   down     few pairs: some output columns for all experts, merged at once; many: columns of one
+//            expert, kept per pair, and merged behind a barrier
+// Merging sums over k in order, whoever computed the parts: bits do not depend on threads or units.
 #pragma once
 
 namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-constexpr long kSlice = 512;  // tokens per pass
+constexpr long kSlice = 2048;                 // most tokens per pass
+constexpr long kSliceBytes = 192l << 20;      // most bytes of rows per pass
+constexpr long kPartsBytes = 128l << 20;      // most bytes of kept output parts
+constexpr long kColumnPairs = 512;            // up to here down goes by columns
+constexpr long kBlockPairs = kActBlock / 16;  // gate and up tile pairs of an inner block
+constexpr long kDownTiles = 32;               // output tiles of a unit that keeps its parts
 
-struct Mlp {
-  const TensorArg *x, *ids, *wts, *y;  // ids, wts null: swiglu
-  const TensorArg *b13, *b2;           // may be null
-  const WeightArg *w13, *w2;
-  ActArgs act;
-  long tokens, k, experts, inner_pad;  // inner_pad: F rounded up to 16
-  bool stage;
-};
-
-// In shared scratch: one slice's pairs (token, k) ordered by expert.
-struct MlpShared {
-  long* active;        // [0] how many experts have tokens
-  int* expert;         // [active] its id
-  int* first;          // [active + 1] its first pair
-  int* place;          // [token][k] the pair, or -1
-  const float** rows;  // [pair] the token's x
-  float* x;            // staged rows
-  float* inner;        // [pair][inner_pad]
-  size_t total;
-};
-
-static Mlp mlp_of(const Instr& in, bool routed) {
+static Mlp mlp_of(const Instr& in, bool routed, int threads) {
   Mlp m{};
   m.x = &tensor(in, 0);
   m.ids = routed ? &tensor(in, 1) : nullptr;
@@ -47,13 +34,31 @@ static Mlp mlp_of(const Instr& in, bool routed) {
   m.tokens = m.x->dim[0];
   m.k = routed ? m.ids->dim[2] : 1;
   m.experts = routed ? m.w13->count : 1;
-  m.inner_pad = m.w13->tiles / 2 * 16;
-  m.stage = needs_staging(*m.x, *m.w13);
+  m.inner = m.w13->rows / 2;
+  const long row_bytes = record_bytes(rows_kind(*m.w13, m.tokens), m.w13->kpad) +
+                         record_bytes(rows_kind(*m.w2, m.tokens), m.w2->kpad);
+  m.slice = lmax(64, lmin(kSlice, kSliceBytes / (m.k * row_bytes)));
+  m.few = m.tokens <= kFewTokens;
+  const long pairs = lmin(m.tokens, m.slice) * m.k;
+  const long row_blocks = lmax(ceil_div(pairs, kRowBlock), lmin(m.experts, pairs) / 2);
+  m.coarse = !m.few && row_blocks * ceil_div(m.inner, kActBlock) >= 16 * threads;
+  m.by_columns = pairs <= kColumnPairs;
   return m;
 }
 
+struct MlpShared {
+  Pairs pairs;      // not when every thread sorts for itself
+  uint32_t* done;   // [active][inner block]: columns written
+  char *x, *inner;  // records
+  float* wide;      // [pair][wide_pitch] inner rows as they come, when units are fine
+  float* parts;     // [pair][parts_pitch], unless down goes by columns
+  long wide_pitch, parts_pitch;
+  size_t total;
+};
+
 static MlpShared mlp_shared_of(const Mlp& m, char* base) {
-  const long slice = lmin(m.tokens, kSlice), pairs = slice * m.k;
+  const long tokens = lmin(m.tokens, m.slice), pairs = tokens * m.k;
+  const long x_rows = (m.few ? tokens : pairs) + kRowSlack;
   size_t at = 0;
   const auto take = [&at, base](size_t bytes) {
     char* here = base + at;
@@ -61,179 +66,287 @@ static MlpShared mlp_shared_of(const Mlp& m, char* base) {
     return here;
   };
   MlpShared s{};
-  s.active = reinterpret_cast<long*>(take(8));
-  s.expert = reinterpret_cast<int*>(take(m.experts * 4));
-  s.first = reinterpret_cast<int*>(take((m.experts + 1) * 4));
-  s.place = reinterpret_cast<int*>(take(pairs * 4));
-  s.rows = reinterpret_cast<const float**>(take(pairs * sizeof(float*)));
-  s.x = reinterpret_cast<float*>(take(m.stage ? size_t(slice) * m.w13->kpad * 4 : 0));
-  s.inner = reinterpret_cast<float*>(take(size_t(pairs) * m.inner_pad * 4));
+  s.wide_pitch = ceil_div(m.inner, 16) * 16;
+  s.parts_pitch = lmin(
+      m.w2->tiles * 16,
+      lmax(kDownTiles * 16, kPartsBytes / (pairs * 4) / (kDownTiles * 16) * (kDownTiles * 16)));
+  s.pairs = pairs_at(m, take(m.few ? 0 : pairs_bytes(m)));
+  const long blocks = ceil_div(m.inner, kActBlock);
+  s.done = reinterpret_cast<uint32_t*>(take(m.coarse ? 0 : lmin(m.experts, pairs) * blocks * 4));
+  s.x = take(size_t(x_rows) * record_bytes(rows_kind(*m.w13, m.tokens), m.w13->kpad));
+  s.inner = take(size_t(pairs + kRowSlack) * record_bytes(rows_kind(*m.w2, m.tokens), m.w2->kpad));
+  s.wide = reinterpret_cast<float*>(take(m.coarse ? 0 : size_t(pairs) * s.wide_pitch * 4));
+  s.parts = reinterpret_cast<float*>(take(m.by_columns ? 0 : size_t(pairs) * s.parts_pitch * 4));
   s.total = at;
   return s;
 }
 
-KTG_IN size_t mlp_c_bytes() { return kTokenBlock * kUnitTiles * 64; }
-static size_t mlp_local_of(const Mlp& m) {
-  const long pairs = lmin(m.tokens, kSlice) * m.k;
-  return kPanelBytes + mlp_c_bytes() + align64(size_t(pairs) * kUnitTiles * 64) +
-         align64((m.experts + 1) * 4);
+// Of each thread: scratch of rows_times, C, inner columns of a coarse unit or parts of a column
+// unit, and tables for sorting.
+struct MlpLocal {
+  char* times;
+  float *c, *wide, *parts;
+  int* next;
+  Pairs pairs;
+  size_t total;
+};
+
+static MlpLocal mlp_local_of(const Mlp& m, char* base) {
+  const long pairs = lmin(m.tokens, m.slice) * m.k;
+  size_t at = 0;
+  const auto take = [&at, base](size_t bytes) {
+    char* here = base + at;
+    at += align64(bytes);
+    return here;
+  };
+  MlpLocal l{};
+  l.times = take(kTimesBytes);
+  l.c = reinterpret_cast<float*>(take(kCBytes));
+  l.wide = reinterpret_cast<float*>(take(m.coarse ? kRowBlock * kActBlock * 4 : 0));
+  l.parts = reinterpret_cast<float*>(take(m.by_columns ? size_t(pairs) * kCRow * 4 : 0));
+  l.next = reinterpret_cast<int*>(take((m.experts + 1) * 4));
+  l.pairs = pairs_at(m, take(m.few ? pairs_bytes(m) : 0));
+  l.total = at;
+  return l;
 }
 
-// One pass of counting sort over a slice, by one thread; the others stage x meanwhile.
-static void sort_pairs(const Ctx& ctx, const Mlp& m, const MlpShared& s, long t0, long tokens,
-                       int* next) {
-  for (long e = 0; e <= m.experts; ++e) next[e] = 0;
-  for (long t = 0; t < tokens; ++t)
-    for (long k = 0; k < m.k; ++k) {
-      const int e = m.ids ? int_row(*m.ids, t0 + t)[k] : 0;
-      if (e >= m.experts || e < -1)
-        fail(ctx, "cpu.grouped_mlp: expert id outside the stack", e);
-      else if (e >= 0)
-        ++next[e];
-    }
-  int at = 0;
-  long active = 0;
-  for (long e = 0; e < m.experts; ++e) {
-    const int count = next[e];
-    next[e] = at;
-    if (count == 0) continue;
-    s.expert[active] = int(e), s.first[active++] = at;
-    at += count;
+// One slice in progress.
+struct MlpRun {
+  const Mlp& m;
+  const MlpShared& s;
+  const MlpLocal& l;
+  Pairs p;
+  Rows x, inner;
+  long t0, tokens;
+};
+
+// What put_block wrote, for another record.
+static void copy_block(const Rows& r, long from, long to, long block) {
+  char *src = r.base + from * r.stride, *dst = r.base + to * r.stride;
+  const long first = block * kActBlock, width = lmin(kActBlock, r.kpad - first);
+  const long item = r.kind == ACTS_INT8 ? 1 : r.kind == ACTS_BF16 ? 2 : 4;
+  __builtin_memcpy(dst + first * item, src + first * item, size_t(width * item));
+  if (r.kind != ACTS_INT8) return;
+  const IntRow a = int_row(src, r.kpad), b = int_row(dst, r.kpad);
+  b.scale[block] = a.scale[block], b.block_sum[block] = a.block_sum[block];
+  for (long i = first / kSumColumns; i < (first + width) / kSumColumns; ++i) b.sum[i] = a.sum[i];
+}
+
+static void stage_token_block(const MlpRun& r, long t, long block) {
+  if (r.m.few) return stage_block(*r.m.x, r.t0 + t, 0, r.x, t, block);
+  long kept = -1;
+  for (long k = 0; k < r.m.k; ++k) {
+    const long pair = r.p.place[t * r.m.k + k];
+    if (pair < 0) continue;
+    kept < 0 ? stage_block(*r.m.x, r.t0 + t, 0, r.x, pair, block)
+             : copy_block(r.x, kept, pair, block);
+    if (kept < 0) kept = pair;
   }
-  s.first[active] = at;
-  *s.active = active;
-  for (long t = 0; t < tokens; ++t)
-    for (long k = 0; k < m.k; ++k) {
-      const int e = m.ids ? int_row(*m.ids, t0 + t)[k] : 0;
-      const bool real = e >= 0 && e < m.experts;
-      const int pair = real ? next[e]++ : -1;
-      s.place[t * m.k + k] = pair;
-      if (!real) continue;
-      s.rows[pair] = m.stage ? s.x + t * m.w13->kpad
-                             : reinterpret_cast<const float*>(row_ptr(*m.x, t0 + t, 0));
-    }
 }
 
-// gate, up and activation of `tiles` (alternating gate and up) for some pairs of one expert.
-static void gate_up_unit(const Mlp& m, const MlpShared& s, long expert, long p0, long rows,
-                         long tile, long tiles, float* panel, float* c) {
-  tiles_times_rows(tiles_of(*m.w13, expert, tile, tiles), s.rows + p0, rows, c, kUnitTiles * 16,
-                   panel);
-  const long inner = m.w13->rows / 2;
+// gate, up and activation of `tiles` (gate and up alternate) for pairs [p0, p0 + rows) of one
+// expert, into out[row][...] at column (tile / 2) * 16 - first.
+static void gate_up_tiles(const MlpRun& r, long expert, long p0, long rows, long tile, long tiles,
+                          float* out, long pitch) {
+  const Mlp& m = r.m;
+  rows_times(tiles_of(*m.w13, expert, tile, tiles), r.x, p0, rows, r.l.c, kCRow, r.l.times);
   for (long n = 0; n < tiles; n += 2) {
-    const long f = (tile + n) / 2 * 16, left = inner - f;
+    const long f = (tile + n) / 2 * 16, left = m.inner - f;
     F bias_gate = zero(), bias_up = zero();
     if (m.b13) {
       const float* b = f32_row(*m.b13, expert);
-      bias_gate = load_n(b + f, lmin(16, left)), bias_up = load_n(b + inner + f, lmin(16, left));
+      bias_gate = load_n(b + f, lmin(16, left)), bias_up = load_n(b + m.inner + f, lmin(16, left));
     }
     for (long i = 0; i < rows; ++i) {
-      F gate = load(c + (i * kUnitTiles + n) * 16), up = load(c + (i * kUnitTiles + n + 1) * 16);
+      F gate = load(r.l.c + i * kCRow + n * 16), up = load(r.l.c + i * kCRow + n * 16 + 16);
       if (m.b13) gate = add(gate, bias_gate), up = add(up, bias_up);
-      store(s.inner + (p0 + i) * m.inner_pad + f, gated(m.act, gate, up));
+      store(out + i * pitch + n / 2 * 16, gated(m.act, gate, up));
     }
   }
 }
 
-static void gate_up(const Ctx& ctx, const Mlp& m, const MlpShared& s, int phase_base) {
-  float* panel = reinterpret_cast<float*>(ctx.local);
-  float* c = reinterpret_cast<float*>(ctx.local + kPanelBytes);
-  const long groups = ceil_div(m.w13->tiles, kUnitTiles);
-  for (long u; (u = next_unit(ctx, phase_base)) < *s.active * groups;) {
-    const long a = u / groups, tile = u % groups * kUnitTiles,
-               tiles = lmin(kUnitTiles, m.w13->tiles - tile);
-    for (long p = s.first[a]; p < s.first[a + 1]; p += kTokenBlock)
-      gate_up_unit(m, s, s.expert[a], p, lmin(kTokenBlock, s.first[a + 1] - p), tile, tiles, panel,
-                   c);
+// Inner columns of a block that are not padding.
+KTG_IN long inner_width(const Mlp& m, long block) {
+  return lmin(kActBlock, m.inner - block * kActBlock);
+}
+
+static void gate_up_coarse(const Ctx& ctx, const MlpRun& r) {
+  UnitWalk walk{r.p, ceil_div(r.m.inner, kActBlock)};
+  long p0, rows, block;
+  for (long u; walk.find(u = next_unit(ctx, 0), &p0, &rows, &block);) {
+    const long first = block * kBlockPairs * 2, end = lmin(first + kBlockPairs * 2, r.m.w13->tiles);
+    for (long tile = first; tile < end; tile += kUnitTiles)
+      gate_up_tiles(r, r.p.expert[walk.a], p0, rows, tile, lmin(kUnitTiles, end - tile),
+                    r.l.wide + (tile - first) * 8, kActBlock);
+    for (long i = 0; i < rows; ++i)
+      put_block(r.inner, p0 + i, block, r.l.wide + i * kActBlock, inner_width(r.m, block));
   }
 }
 
-// parts[pair][64] of the output tiles, for all pairs
-static void down_parts(const Mlp& m, const MlpShared& s, long tile, long tiles, float* panel,
-                       float* parts) {
-  const float* x[kTokenBlock];
-  for (long a = 0; a < *s.active; ++a) {
-    const Tiles t = tiles_of(*m.w2, s.expert[a], tile, tiles);
-    for (long p = s.first[a]; p < s.first[a + 1]; p += kTokenBlock) {
-      const long rows = lmin(kTokenBlock, s.first[a + 1] - p);
-      for (long i = 0; i < rows; ++i) x[i] = s.inner + (p + i) * m.inner_pad;
-      tiles_times_rows(t, x, rows, parts + p * kUnitTiles * 16, kUnitTiles * 16, panel);
-    }
-    if (!m.b2) continue;
-    const float* bias = f32_row(*m.b2, s.expert[a]) + tile * 16;
-    const long n = lmin(tiles * 16, m.w2->rows - tile * 16);
-    for (long p = s.first[a]; p < s.first[a + 1]; ++p)
-      for (long i = 0; i < n; ++i) parts[p * kUnitTiles * 16 + i] += bias[i];
+static void gate_up_fine(const Ctx& ctx, const MlpRun& r) {
+  const long groups = ceil_div(r.m.w13->tiles, kUnitTiles), blocks = ceil_div(r.m.inner, kActBlock);
+  const long pitch = r.s.wide_pitch;
+  for (long u; (u = next_unit(ctx, 0)) < *r.p.active * groups;) {
+    const long a = u / groups, tile = u % groups * kUnitTiles;
+    const long tiles = lmin(kUnitTiles, r.m.w13->tiles - tile);
+    const long first = r.p.first[a], end = r.p.first[a + 1], column = tile / 2 * 16;
+    for (long p = first; p < end; p += kRowBlock)
+      gate_up_tiles(r, r.p.expert[a], p, lmin(kRowBlock, end - p), tile, tiles,
+                    r.s.wide + p * pitch + column, pitch);
+    const long block = column / kActBlock;
+    const uint32_t columns = uint32_t(tiles / 2 * 16);
+    const uint32_t before =
+        __atomic_fetch_add(r.s.done + a * blocks + block, columns, __ATOMIC_ACQ_REL);
+    const long whole = round_up(inner_width(r.m, block), 16);
+    if (before + columns != uint32_t(whole)) continue;
+    for (long p = first; p < end; ++p)
+      put_block(r.inner, p, block, r.s.wide + p * pitch + block * kActBlock,
+                inner_width(r.m, block));
   }
 }
 
-static void merge_token(const Mlp& m, const MlpShared& s, long t, long token, long tile, long tiles,
-                        const float* parts) {
-  float out[kUnitTiles * 16];
-  const long n = lmin(tiles * 16, m.w2->rows - tile * 16);
+static void add_bias(const Mlp& m, long expert, long tile, long n, long rows, float* out,
+                     long pitch) {
+  if (!m.b2) return;
+  const float* bias = f32_row(*m.b2, expert) + tile * 16;
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < n; ++j) out[i * pitch + j] += bias[j];
+}
+
+// Sums a token's parts over k, in order: `tiles` of them, from parts[pair][pitch].
+static void merge_token(const MlpRun& r, long t, long tile, long tiles, const float* parts,
+                        long pitch) {
+  const Mlp& m = r.m;
+  const long token = r.t0 + t;
   for (long j = 0; j < tiles; ++j) {
     F acc = zero();
     for (long k = 0; k < m.k; ++k) {
-      const int pair = s.place[t * m.k + k];
+      const long pair = r.p.place[t * m.k + k];
       if (pair < 0) continue;
-      const F part = load(parts + (pair * kUnitTiles + j) * 16);
+      const F part = load(parts + pair * pitch + j * 16);
       acc = m.wts ? fma(set1(f32_row(*m.wts, token)[k]), part, acc) : part;
     }
-    store(out + j * 16, acc);
+    const long column = (tile + j) * 16, n = lmin(16, m.w2->rows - column);
+    float out[16];
+    store(out, acc);
+    narrow(out, n, row_ptr(*m.y, token, 0) + column * item_bytes(m.y->dtype), m.y->dtype);
   }
-  narrow(out, n, row_ptr(*m.y, token, 0) + tile * 16 * item_bytes(m.y->dtype), m.y->dtype);
 }
 
-static void down(const Ctx& ctx, const Mlp& m, const MlpShared& s, long t0, long tokens,
-                 int phase) {
-  float* panel = reinterpret_cast<float*>(ctx.local);
-  float* parts = reinterpret_cast<float*>(ctx.local + kPanelBytes + mlp_c_bytes());
-  // Small units when there are few of them per thread; bits do not depend on it.
-  const long span = ceil_div(m.w2->tiles, kUnitTiles) >= 4 * ctx.threads ? kUnitTiles : 2;
+static void down_by_columns(const Ctx& ctx, const MlpRun& r) {
+  const Mlp& m = r.m;
+  // Small units when there are few of them per thread.
+  const long quads = ceil_div(m.w2->tiles, kUnitTiles);
+  const long span = quads >= 8 * ctx.threads ? kUnitTiles : quads >= 2 * ctx.threads ? 2 : 1;
   const long units = ceil_div(m.w2->tiles, span);
-  for (long u; (u = next_unit(ctx, phase)) < units;) {
+  for (long u; (u = next_unit(ctx, 1)) < units;) {
     const long tile = u * span, tiles = lmin(span, m.w2->tiles - tile);
-    down_parts(m, s, tile, tiles, panel, parts);
-    for (long t = 0; t < tokens; ++t) merge_token(m, s, t, t0 + t, tile, tiles, parts);
+    const long n = lmin(tiles * 16, m.w2->rows - tile * 16);
+    for (long a = 0; a < *r.p.active; ++a) {
+      const Tiles t = tiles_of(*m.w2, r.p.expert[a], tile, tiles);
+      const long end = r.p.first[a + 1];
+      for (long p = r.p.first[a]; p < end; p += kRowBlock) {
+        const long rows = lmin(kRowBlock, end - p);
+        rows_times(t, r.inner, p, rows, r.l.c, kCRow, r.l.times);
+        add_bias(m, r.p.expert[a], tile, n, rows, r.l.c, kCRow);
+        __builtin_memcpy(r.l.parts + p * kCRow, r.l.c, size_t(rows) * kCRow * 4);
+      }
+    }
+    for (long t = 0; t < r.tokens; ++t) merge_token(r, t, tile, tiles, r.l.parts, kCRow);
   }
+}
+
+// Output tiles [tile0, tile1) of every pair into s.parts.
+static void down_parts(const Ctx& ctx, const MlpRun& r, long tile0, long tile1, int phase) {
+  UnitWalk walk{r.p, ceil_div(tile1 - tile0, kDownTiles)};
+  long p0, rows, piece;
+  for (long u; walk.find(u = next_unit(ctx, phase), &p0, &rows, &piece);) {
+    const long first = tile0 + piece * kDownTiles, end = lmin(first + kDownTiles, tile1);
+    const long expert = r.p.expert[walk.a];
+    for (long tile = first; tile < end; tile += kUnitTiles) {
+      const long tiles = lmin(kUnitTiles, end - tile);
+      rows_times(tiles_of(*r.m.w2, expert, tile, tiles), r.inner, p0, rows, r.l.c, kCRow,
+                 r.l.times);
+      add_bias(r.m, expert, tile, lmin(tiles * 16, r.m.w2->rows - tile * 16), rows, r.l.c, kCRow);
+      for (long i = 0; i < rows; ++i)
+        __builtin_memcpy(r.s.parts + (p0 + i) * r.s.parts_pitch + (tile - tile0) * 16,
+                         r.l.c + i * kCRow, size_t(tiles) * 64);
+    }
+  }
+}
+
+static void down_by_expert(const Ctx& ctx, const MlpRun& r) {
+  const long span = r.s.parts_pitch / 16;
+  for (long tile0 = 0, pass = 0; tile0 < r.m.w2->tiles; tile0 += span, ++pass) {
+    const long tile1 = lmin(tile0 + span, r.m.w2->tiles);
+    if (pass > 0) barrier(ctx);  // the parts before are merged
+    down_parts(ctx, r, tile0, tile1, 1 + pass % 2);
+    barrier(ctx);
+    if (ctx.tid == 0)  // nobody takes from it before the next barrier
+      __atomic_store_n(ctx.counters + (1 + pass % 2) * 16, 0u, __ATOMIC_RELAXED);
+    const Range range = my_range(ctx, r.tokens);
+    for (long t = range.begin; t < range.end; ++t)
+      merge_token(r, t, tile0, tile1 - tile0, r.s.parts, r.s.parts_pitch);
+  }
+}
+
+static void run_slice(const Ctx& ctx, MlpRun& r, bool first) {
+  const Mlp& m = r.m;
+  if (m.few) sort_pairs(ctx, m, r.p, r.t0, r.tokens, r.l.next);
+  if (ctx.tid == 0) {
+    if (!m.few) sort_pairs(ctx, m, r.p, r.t0, r.tokens, r.l.next);
+    if (!m.coarse)
+      __builtin_memset(r.s.done, 0, size_t(*r.p.active * ceil_div(m.inner, kActBlock)) * 4);
+    for (int p = 0; !first && p < 2; ++p)
+      __atomic_store_n(ctx.counters + p * 16, 0u, __ATOMIC_RELAXED);
+  }
+  if (!m.few) barrier(ctx);
+  const long blocks = row_blocks(r.x);
+  const Range range = my_range(ctx, r.tokens * blocks);
+  for (long i = range.begin; i < range.end; ++i) stage_token_block(r, i / blocks, i % blocks);
+  barrier(ctx);
+  m.coarse ? gate_up_coarse(ctx, r) : gate_up_fine(ctx, r);
+  barrier(ctx);
+  m.by_columns ? down_by_columns(ctx, r) : down_by_expert(ctx, r);
 }
 
 static void run_mlp(const Ctx& ctx, const Mlp& m) {
   const MlpShared s = mlp_shared_of(m, ctx.shared);
-  int* next = reinterpret_cast<int*>(ctx.local + mlp_local_of(m) - align64((m.experts + 1) * 4));
-  for (long t0 = 0; t0 < m.tokens; t0 += kSlice) {
-    const long tokens = lmin(kSlice, m.tokens - t0);
+  const MlpLocal l = mlp_local_of(m, ctx.local);
+  const Pairs pairs = m.few ? l.pairs : s.pairs;
+  MlpRun r{m,
+           s,
+           l,
+           pairs,
+           rows_for(*m.w13, rows_kind(*m.w13, m.tokens), s.x, m.few ? pairs.token : nullptr),
+           rows_for(*m.w2, rows_kind(*m.w2, m.tokens), s.inner, nullptr),
+           0,
+           0};
+  for (long t0 = 0; t0 < m.tokens; t0 += m.slice) {
     if (t0 > 0) barrier(ctx);  // the slice before is read to its end
-    if (ctx.tid == 0) {
-      sort_pairs(ctx, m, s, t0, tokens, next);
-      for (int p = 0; p < 2; ++p) __atomic_store_n(ctx.counters + p * 16, 0u, __ATOMIC_RELAXED);
-    }
-    if (m.stage) {
-      const Range r = my_range(ctx, tokens);
-      for (long t = r.begin; t < r.end; ++t)
-        stage_row(*m.x, t0 + t, 0, m.w13->kpad, s.x + t * m.w13->kpad);
-    }
-    barrier(ctx);
-    gate_up(ctx, m, s, 0);
-    barrier(ctx);
-    down(ctx, m, s, t0, tokens, 1);
+    r.t0 = t0, r.tokens = lmin(m.slice, m.tokens - t0);
+    run_slice(ctx, r, t0 == 0);
   }
 }
 
-static void grouped_mlp(const Ctx& ctx, const Instr& in) { run_mlp(ctx, mlp_of(in, true)); }
-static size_t grouped_shared(const Instr& in, const Sizes&) {
-  return mlp_shared_of(mlp_of(in, true), nullptr).total;
+static void grouped_mlp(const Ctx& ctx, const Instr& in) {
+  run_mlp(ctx, mlp_of(in, true, ctx.threads));
 }
-static size_t grouped_local(const Instr& in, const Sizes&) {
-  return mlp_local_of(mlp_of(in, true));
+static size_t grouped_shared(const Instr& in, const Sizes& sizes) {
+  return mlp_shared_of(mlp_of(in, true, sizes.threads), nullptr).total;
+}
+static size_t grouped_local(const Instr& in, const Sizes& sizes) {
+  return mlp_local_of(mlp_of(in, true, sizes.threads), nullptr).total;
 }
 
-static void swiglu(const Ctx& ctx, const Instr& in) { run_mlp(ctx, mlp_of(in, false)); }
-static size_t swiglu_shared(const Instr& in, const Sizes&) {
-  return mlp_shared_of(mlp_of(in, false), nullptr).total;
+static void swiglu(const Ctx& ctx, const Instr& in) {
+  run_mlp(ctx, mlp_of(in, false, ctx.threads));
 }
-static size_t swiglu_local(const Instr& in, const Sizes&) {
-  return mlp_local_of(mlp_of(in, false));
+static size_t swiglu_shared(const Instr& in, const Sizes& sizes) {
+  return mlp_shared_of(mlp_of(in, false, sizes.threads), nullptr).total;
+}
+static size_t swiglu_local(const Instr& in, const Sizes& sizes) {
+  return mlp_local_of(mlp_of(in, false, sizes.threads), nullptr).total;
 }
 
 }  // namespace

@@ -101,6 +101,73 @@ static void pack_int4(const float* cols, const WeightArg& w, char* dst, u16* sca
   }
 }
 
+// int4p: q and the code of factor and offset for one group, given the rows' scale.
+struct Int4pGroup {
+  F factor, offset;  // 0..15, and 8 or 7
+};
+
+KTG_IN F int4p_round(F x, F inverse, F offset) {
+  const F low = sub(zero(), offset), high = sub(set1(15.0f), offset);
+  return round(min(max(mul(x, inverse), low), high));
+}
+
+// The pair of least squared error among factors near peak / 7.5 and both offsets.
+static Int4pGroup best_int4p(const float* cols, long n, F scale) {
+  F peak = zero();
+  for (long k = 0; k < n; ++k) peak = max(peak, abs(load(cols + k * 16)));
+  const F guess = round(mul(peak, inverse_or_zero(mul(set1(7.5f), scale))));
+  Int4pGroup best{zero(), set1(8.0f)};
+  F least = zero();
+  constexpr float steps[5] = {0, -1, 1, -2, 2};
+  for (int c = 0; c < 10; c += 2) {  // both offsets side by side
+    F factor = max(set1(1.0f), min(set1(15.0f), add(guess, set1(steps[c / 2]))));
+    factor = select(equal(peak, zero()), zero(), factor);
+    const F s = mul(factor, scale), inv = inverse_or_zero(s);
+    F error[2] = {zero(), zero()};
+    for (long k = 0; k < n; ++k) {
+      const F v = load(cols + k * 16);
+      for (int i = 0; i < 2; ++i) {
+        const F e = sub(v, mul(int4p_round(v, inv, set1(8.0f - i)), s));
+        error[i] = add(error[i], mul(e, e));
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      const bool first = c + i == 0;
+      const Mask better = less(error[i], least);
+      best.factor = first ? factor : select(better, factor, best.factor);
+      best.offset = first ? set1(8.0f) : select(better, set1(8.0f - i), best.offset);
+      least = first ? error[i] : select(better, error[i], least);
+    }
+  }
+  return best;
+}
+
+static void pack_int4p(const float* cols, const WeightArg& w, char* dst, uint8_t* codes,
+                       float* row_scales) {
+  F top = zero();
+  for (long k = 0; k < w.kpad; ++k) top = max(top, abs(load(cols + k * 16)));
+  const F scale = div(top, set1(105.0f));  // the largest group gets the factor 14
+  store(row_scales, scale);
+  for (long g = 0; g < w.groups; ++g) {
+    const long k0 = g * w.group, n = lmin(w.group, w.kpad - k0);
+    const Int4pGroup best = best_int4p(cols + k0 * 16, n, scale);
+    const F inv = inverse_or_zero(mul(best.factor, scale));
+    const F flag = mul(sub(set1(8.0f), best.offset), set1(128.0f));
+    float code[16];
+    store(code, add(best.factor, flag));
+    for (int r = 0; r < 16; ++r) codes[g * 16 + r] = uint8_t(code[r]);
+    for (long k = k0; k < k0 + n; k += 8) {
+      I word = to_int(zero());
+      for (int i = 0; i < 8; ++i) {
+        const F q = int4p_round(load(cols + (k + i) * 16), inv, best.offset);
+        word =
+            bits_or(word, shift_left(to_int(add(q, best.offset)), i < 4 ? 8 * i : 8 * (i - 4) + 4));
+      }
+      store_block(dst + k / 8 * kBlockBytes, word);
+    }
+  }
+}
+
 static void pack_tile(const PackJob& job, long tile, const float* cols) {
   const WeightArg& w = job.w;
   char* dst = job.dst + tile * w.tile_bytes;
@@ -118,8 +185,12 @@ static void pack_tile(const PackJob& job, long tile, const float* cols) {
     case FMT_INT8:
       pack_int8(cols, w.kpad, dst, reinterpret_cast<float*>(scales) + tile * 16);
       return;
-    default:
+    case FMT_INT4:
       pack_int4(cols, w, dst, reinterpret_cast<u16*>(scales) + tile * w.groups * 16);
+      return;
+    default:
+      pack_int4p(cols, w, dst, reinterpret_cast<uint8_t*>(scales) + tile * w.groups * 16,
+                 reinterpret_cast<float*>(job.dst + w.row_scale_offset) + tile * 16);
   }
 }
 

@@ -152,6 +152,79 @@ KTG_IN void store_block(char* p, I v) {
 }
 KTG_IN I bf16_bits(F v) { return {bf16_bits8(v.a), bf16_bits8(v.b)}; }
 
+// Integers: dot products of 4 neighbouring bytes, per 32-bit lane (see vec_avx512.h).
+constexpr int kIntRows = 4, kIntTiles = 1;
+KTG_IN I iset1(int v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
+KTG_IN I iadd(I a, I b) { return {_mm256_add_epi32(a.a, b.a), _mm256_add_epi32(a.b, b.b)}; }
+KTG_IN I isub(I a, I b) { return {_mm256_sub_epi32(a.a, b.a), _mm256_sub_epi32(a.b, b.b)}; }
+KTG_IN I imul(I a, I b) { return {_mm256_mullo_epi32(a.a, b.a), _mm256_mullo_epi32(a.b, b.b)}; }
+KTG_IN F to_float(I v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+KTG_IN I load_ints(const int* p) { return load_block(reinterpret_cast<const char*>(p)); }
+KTG_IN __m256i widen_bytes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+KTG_IN I load_bytes(const uint8_t* p) { return {widen_bytes(p), widen_bytes(p + 8)}; }
+KTG_IN void store_bytes(int8_t* p, I v) {
+  const __m256i halves = _mm256_packs_epi32(v.a, v.b);  // a0 b0 a1 b1
+  const __m256i order = _mm256_permute4x64_epi64(halves, 0xD8);
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm_packs_epi16(_mm256_castsi256_si128(order), _mm256_extracti128_si256(order, 1)));
+}
+KTG_IN I four_bytes(const int8_t* p) {
+  int v;
+  __builtin_memcpy(&v, p, 4);
+  return iset1(v);
+}
+KTG_IN I low_nibbles(I w) {
+  const __m256i m = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(w.a, m), _mm256_and_si256(w.b, m)};
+}
+KTG_IN I high_nibbles(I w) {
+  return low_nibbles({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)});
+}
+KTG_IN I scale_nibbles(I u, I factor, I offset) {
+  return {_mm256_sub_epi8(_mm256_mullo_epi16(u.a, factor.a), offset.a),
+          _mm256_sub_epi8(_mm256_mullo_epi16(u.b, factor.b), offset.b)};
+}
+template <int N>
+KTG_IN I shift_right(I v) {
+  return {_mm256_srli_epi32(v.a, N), _mm256_srli_epi32(v.b, N)};
+}
+KTG_IN I repeat_byte(I v) { return imul(v, iset1(0x01010101)); }
+KTG_IN I repeat_half(I v) { return imul(v, iset1(0x00010001)); }
+KTG_IN I sub_bytes(I w, int v) {
+  const __m256i n = _mm256_set1_epi8(char(v));
+  return {_mm256_sub_epi8(w.a, n), _mm256_sub_epi8(w.b, n)};
+}
+
+#ifdef __AVXVNNI__
+using Signed = I;
+KTG_IN Signed as_signed(I w) {
+  const __m256i m = _mm256_set1_epi8(char(0x80));
+  return {_mm256_xor_si256(w.a, m), _mm256_xor_si256(w.b, m)};
+}
+KTG_IN I dot_start(int row_sum) { return iset1(-128 * row_sum); }
+KTG_IN I dot_nibbles(I acc, I u, I x) {
+  return {_mm256_dpbusd_avx_epi32(acc.a, u.a, x.a), _mm256_dpbusd_avx_epi32(acc.b, u.b, x.b)};
+}
+KTG_IN I dot_signed(I acc, Signed w, I x) { return dot_nibbles(acc, w, x); }
+#else
+struct Signed {
+  I magnitude, w;
+};
+KTG_IN Signed as_signed(I w) { return {{_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, w}; }
+KTG_IN I dot_start(int /*row_sum*/) { return iset1(0); }
+KTG_IN __m256i dot8(__m256i acc, __m256i u, __m256i x) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
+}
+KTG_IN I dot_nibbles(I acc, I u, I x) { return {dot8(acc.a, u.a, x.a), dot8(acc.b, u.b, x.b)}; }
+KTG_IN I dot_signed(I acc, Signed w, I x) {
+  return {dot8(acc.a, w.magnitude.a, _mm256_sign_epi8(x.a, w.w.a)),
+          dot8(acc.b, w.magnitude.b, _mm256_sign_epi8(x.b, w.w.b))};
+}
+#endif
+
 KTG_IN float sum(F v) {
   const __m256 half = _mm256_add_ps(v.a, v.b);
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

@@ -98,6 +98,68 @@ KTG_IN I bits_and(I a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi32(
 KTG_IN I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 KTG_IN void store_block(char* p, I v) { _mm512_storeu_si512(p, v); }
 
+// Integers: dot products of 4 neighbouring bytes, per 32-bit lane.
+constexpr int kIntRows = 6, kIntTiles = 4;  // accumulators of the integer kernels
+KTG_IN I iset1(int v) { return _mm512_set1_epi32(v); }
+KTG_IN I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+KTG_IN I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+KTG_IN I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+KTG_IN F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+KTG_IN I load_ints(const int* p) { return _mm512_loadu_si512(p); }
+KTG_IN I load_bytes(const uint8_t* p) {  // 16 unsigned bytes as integers
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+KTG_IN void store_bytes(int8_t* p, I v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+}
+KTG_IN I four_bytes(const int8_t* p) {  // the same 4 bytes in every lane
+  int v;
+  __builtin_memcpy(&v, p, 4);
+  return _mm512_set1_epi32(v);
+}
+KTG_IN I low_nibbles(I w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+KTG_IN I high_nibbles(I w) {
+  return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
+}
+// Every byte of a lane times that lane's factor (0..15), less the lane's offset. Two nibbles side
+// by side in 16 bits times at most 15 stay below 256 each, so one 16-bit product does both.
+KTG_IN I scale_nibbles(I u, I factor, I offset) {
+  return _mm512_sub_epi8(_mm512_mullo_epi16(u, factor), offset);
+}
+template <int N>
+KTG_IN I shift_right(I v) {
+  return _mm512_srli_epi32(v, N);
+}
+// One byte per lane, repeated in all 4 bytes (or both halves of 16 bits).
+KTG_IN I repeat_byte(I v) { return _mm512_mullo_epi32(v, _mm512_set1_epi32(0x01010101)); }
+KTG_IN I repeat_half(I v) { return _mm512_or_si512(v, _mm512_slli_epi32(v, 16)); }
+KTG_IN I sub_bytes(I a, int v) { return _mm512_sub_epi8(a, _mm512_set1_epi8(char(v))); }
+
+#ifdef __AVX512VNNI__
+// vpdpbusd multiplies unsigned by signed: signed weights go in as w + 128, and a dot starts at
+// -128 times the sum of the row's bytes.
+using Signed = I;
+KTG_IN Signed as_signed(I w) { return _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80))); }
+KTG_IN I dot_start(int row_sum) { return iset1(-128 * row_sum); }
+KTG_IN I dot_signed(I acc, Signed w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
+KTG_IN I dot_nibbles(I acc, I u, I x) { return _mm512_dpbusd_epi32(acc, u, x); }
+#else
+// |w| times x with w's sign: pairs stay below 2^15 (bytes of x are at most 127 in magnitude).
+struct Signed {
+  I magnitude;
+  __mmask64 negative;
+};
+KTG_IN Signed as_signed(I w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
+KTG_IN I dot_start(int /*row_sum*/) { return _mm512_setzero_si512(); }
+KTG_IN I dot_nibbles(I acc, I u, I x) {
+  return iadd(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, x), _mm512_set1_epi16(1)));
+}
+KTG_IN I dot_signed(I acc, Signed w, I x) {
+  return dot_nibbles(acc, w.magnitude,
+                     _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
+}
+#endif
+
 KTG_IN float sum(F v) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

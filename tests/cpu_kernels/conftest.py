@@ -17,8 +17,7 @@ except NativeMissingError as e:
     pytest.skip(f"native kernels are not built: {e}", allow_module_level=True)
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "i32"}
-BEST = native.isa_info()["best"]
-ISAS = [isa for isa in ("avx2", "avx512") if isa <= BEST or BEST == "avx512"] if BEST else []
+ISAS = native.isa_info()["levels"]  # every level this machine runs, the tile emulator included
 _engines: dict[tuple[int, str], Any] = {}
 
 
@@ -133,7 +132,12 @@ class Lab:
         return self.tensor(t, -1)
 
     def weight(
-        self, fmt: str, w: torch.Tensor, group: int = 0, gate_up: bool = False
+        self,
+        fmt: str,
+        w: torch.Tensor,
+        group: int = 0,
+        gate_up: bool = False,
+        activations: str = "",
     ) -> tuple[Any, torch.Tensor]:
         """Packed weight, and what its bytes mean in float64."""
         stack = w[None] if w.dim() == 2 else w
@@ -150,7 +154,9 @@ class Lab:
             [reference_layouts.to_float(fmt, d, rows, cols, group, gate_up) for d in each]
         )
         meaning = torch.from_numpy(dense).double()
-        packed = native.Weight(fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes)
+        packed = native.Weight(
+            fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes, activations
+        )
         return packed, meaning if w.dim() == 3 else meaning[0]
 
     def run(

@@ -38,23 +38,34 @@ def test_no_weak_symbol_belongs_to_an_isa_unit(functions):
     assert not weak
 
 
+# What each kind of instruction looks like, and the units that may hold it.
+RULES = {
+    "AVX": (r"\bymm|%ymm", "avx2 avx2_vnni avx512 avx512_vnni amx amx_emulated"),
+    "AVX-512": (r"zmm|%k[1-7]\b|[xy]mm(1[6-9]|2\d|3[01])\b", "avx512 avx512_vnni amx"),
+    "VNNI": (r"\bvpdp[bw]", "avx2_vnni avx512_vnni amx"),
+    "AMX": (r"%tmm|\btile|ldtilecfg", "amx"),
+    "other extensions": (r"\bv(pdpbf16|cvtne2?ps2?bf16|dpbf16|perm[bi]2?b|fmadd\w*ph)", ""),
+}
+
+
 def test_vector_code_stays_in_its_unit(functions):
     path, _ = functions
-    evex = re.compile(r"zmm|%k[1-7]\b|[xy]mm(1[6-9]|2\d|3[01])\b")
-    vex = re.compile(r"\bymm|%ymm")
-    name, bad, seen = "", [], set()
-    allowed = {
-        "avx512": re.compile(r"ktg::avx512(::|_)"),
-        "avx": re.compile(r"ktg::avx(2|512)(::|_)"),
+    rules = {
+        kind: (re.compile(pattern), re.compile(rf"ktg::({units.replace(' ', '|')})(::|_table)"))
+        for kind, (pattern, units) in RULES.items()
     }
+    name, bad, seen = "", [], dict.fromkeys(RULES, 0)
     for line in lines("objdump", "-dC", "--no-show-raw-insn", path):
         if header := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             name = header[1]
-        elif "zmm" in line and "avx512" in name:
-            seen.add(name)
-        elif (evex.search(line) and not allowed["avx512"].search(name)) or (
-            vex.search(line) and not allowed["avx"].search(name)
-        ):
-            bad.append(f"{name}: {line.strip()}")
+            continue
+        code = line.split("#")[0].split("<")[0]
+        for kind, (pattern, allowed) in rules.items():
+            if not pattern.search(code):
+                continue
+            seen[kind] += 1
+            if not RULES[kind][1] or not allowed.search(name):
+                bad.append(f"{kind}: {name}: {line.strip()}")
     assert not bad, bad[:5]
-    assert len(seen) > 20  # else this test looks at nothing
+    # else this test looks at nothing
+    assert all(seen[kind] > 20 for kind in ("AVX", "AVX-512", "VNNI", "AMX")), seen

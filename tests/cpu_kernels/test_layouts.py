@@ -9,7 +9,10 @@ import torch
 
 from ktgraph.cpu_kernels import reference_layouts as ref
 
-FORMATS = [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+FORMATS = [
+    ("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128),
+    ("int4p", 32), ("int4p", 64), ("int4p", 128),
+]  # fmt: skip
 GOLDEN = Path(__file__).with_name("golden_layouts.json")
 
 
@@ -51,7 +54,9 @@ def golden_matrix():
     return np.stack([np.arange(9), np.arange(9) - 8]).astype(np.float32)
 
 
-@pytest.mark.parametrize(("fmt", "group"), [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32)])
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4p", 32)]
+)
 def test_golden_bytes(tools, fmt, group):
     golden = json.loads(GOLDEN.read_text())[fmt]
     assert ref.from_float(fmt, golden_matrix(), group).tobytes().hex() == golden

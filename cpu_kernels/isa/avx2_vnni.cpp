@@ -1,0 +1,19 @@
+// The avx2_vnni unit: all kernels, compiled with this unit's flags (CMakeLists.txt) in a namespace
+// of its own.
+#define KTG_ISA avx2_vnni
+#include "plan.h"
+
+#include "kernels/vec_avx2.h"
+
+#include "kernels/all.h"
+
+namespace ktg {
+
+const IsaTable& avx2_vnni_table() {
+  static constexpr IsaTable table{"avx2_vnni", avx2_vnni::kKernels,
+                                  int(sizeof avx2_vnni::kKernels / sizeof(Kernel)),
+                                  avx2_vnni::pack};
+  return table;
+}
+
+}  // namespace ktg

@@ -1,0 +1,82 @@
+// bf16 weights times bf16 rows on tile registers: C[m][16 n + lane] in f32. The packed blocks of 32
+// columns are a B operand as they are. Sums run over kBf16Span columns in the registers, then go on
+// from C.
+#pragma once
+
+namespace ktg {
+namespace KTG_ISA {
+namespace {
+
+#ifdef KTG_TILES
+constexpr long kBf16Span = 512;  // best of 128 to 2048 measured: fewer trips of C through memory
+
+template <int T>
+KTG_IN void tile_begin(const float* c, long c_row, bool fresh) {
+  fresh ? tile_zero<T>() : tile_load<T>(c, c_row * 4);
+}
+
+template <int MA, int NB>
+static void bf16_tile_block(const char* a, long a_stride, const char* b, long b_tile, long k,
+                            float* c, long c_row, bool fresh) {
+  float* below = c + 16 * c_row;
+  tile_begin<0>(c, c_row, fresh);
+  if constexpr (NB == 2) tile_begin<1>(c + 16, c_row, fresh);
+  if constexpr (MA == 2) tile_begin<2>(below, c_row, fresh);
+  if constexpr (MA == 2 && NB == 2) tile_begin<3>(below + 16, c_row, fresh);
+  for (long at = 0; at < k; at += 32) {
+    tile_load<6>(b + at * 32, 64);
+    tile_load<4>(a + at * 2, a_stride);
+    tile_dot_bf16<0, 4, 6>();
+    if constexpr (NB == 2) {
+      tile_load<7>(b + b_tile + at * 32, 64);
+      tile_dot_bf16<1, 4, 7>();
+    }
+    if constexpr (MA == 2) {
+      tile_load<5>(a + 16 * a_stride + at * 2, a_stride);
+      tile_dot_bf16<2, 5, 6>();
+      if constexpr (NB == 2) tile_dot_bf16<3, 5, 7>();
+    }
+  }
+  tile_store<0>(c, c_row * 4);
+  if constexpr (NB == 2) tile_store<1>(c + 16, c_row * 4);
+  if constexpr (MA == 2) tile_store<2>(below, c_row * 4);
+  if constexpr (MA == 2 && NB == 2) tile_store<3>(below + 16, c_row * 4);
+}
+
+template <int MA>
+static void bf16_rows(const Tiles& t, const char* a, long stride, long k0, long k, float* c,
+                      long c_row) {
+  const long tile = t.w->tile_bytes;
+  const char* b = tile_data(t, 0) + k0 * 32;
+  long n = 0;
+  for (; n + 2 <= t.count; n += 2)
+    bf16_tile_block<MA, 2>(a, stride, b + n * tile, tile, k, c + n * 16, c_row, k0 == 0);
+  if (n < t.count)
+    bf16_tile_block<MA, 1>(a, stride, b + n * tile, tile, k, c + n * 16, c_row, k0 == 0);
+}
+
+// C = tiles * rows; x rows are kpad bf16 values, `stride` bytes apart. Rows of x and C up to the
+// next multiple of 16 are read and written.
+static void bf16_tiles_times_rows(const Tiles& t, const char* x, long stride, long rows, float* c,
+                                  long c_row) {
+  const TileUse use(64);
+  for (long k0 = 0; k0 < t.w->kpad; k0 += kBf16Span) {
+    const long k = lmin(kBf16Span, t.w->kpad - k0), next = k0 + kBf16Span;
+    const long ahead = next < t.w->kpad ? next * 32 : t.count * t.w->tile_bytes;
+    for (long n = 0; n < t.count; ++n)
+      for (long i = 0; i < kBf16Span * 32; i += 64)
+        _mm_prefetch(tile_data(t, n) + ahead + i, _MM_HINT_T1);
+    for (long m = 0; m < rows; m += 32) {
+      const char* a = x + m * stride + k0 * 2;
+      rows - m > 16 ? bf16_rows<2>(t, a, stride, k0, k, c + m * c_row, c_row)
+                    : bf16_rows<1>(t, a, stride, k0, k, c + m * c_row, c_row);
+    }
+  }
+}
+#else
+static void bf16_tiles_times_rows(const Tiles&, const char*, long, long, float*, long) {}
+#endif
+
+}  // namespace
+}  // namespace KTG_ISA
+}  // namespace ktg

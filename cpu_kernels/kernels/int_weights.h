@@ -1,0 +1,206 @@
+// Integer weights times 8-bit rows: C[m][16 n + lane] for up to four tiles of one matrix.
+// Few rows: dot products straight from the packed bytes, as they stream from memory. More rows: a
+// block of columns becomes a panel of signed bytes in the first-level cache, over which the vector
+// kernel below or the tile kernel (tiles.h) runs. All add
+//   C = integer sum of a block [* block scale] * scale of the row's block + C
+// block by block, and multiply by the row scale at the end: equal bits on every path and ISA.
+#pragma once
+
+namespace ktg {
+namespace KTG_ISA {
+namespace {
+
+constexpr long kIntDirectRows = 2 * kIntRows;  // up to here straight from packed bytes
+constexpr size_t kIntPanelBytes = kUnitTiles * kActBlock * 16;
+
+template <class Fmt, int M, int N>
+static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long r0, float* c,
+                             long c_row) {
+  IntRow x[M];
+  for (int m = 0; m < M; ++m) x[m] = row_of(rows, r0 + m);
+  const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
+  for (long k0 = 0; k0 < kpad; k0 += span) {
+    I total[M][N];
+    Fmt::template dot<M, N>(t, n0, x, k0, lmin(k0 + span, kpad), total);
+    for (int n = 0; n < N; ++n) {
+      const F scale = Fmt::block_scale(t, n0 + n, k0);
+      for (int m = 0; m < M; ++m) {
+        float* out = c + m * c_row + (n0 + n) * 16;
+        const float x_scale = x[m].scale[k0 / kActBlock];
+        k0 == 0 ? add_block<Fmt::kBlockScale, true>(out, total[m][n], scale, x_scale)
+                : add_block<Fmt::kBlockScale, false>(out, total[m][n], scale, x_scale);
+      }
+    }
+  }
+}
+
+template <class Fmt, int M>
+static void int_direct_tiles(const Tiles& t, const IntRows& x, long r0, float* c, long c_row) {
+  long n = 0;
+  for (; n + kIntTiles <= t.count; n += kIntTiles)
+    int_direct_block<Fmt, M, kIntTiles>(t, n, x, r0, c, c_row);
+  if constexpr (kIntTiles == 4) {
+    if (t.count - n == 3) return int_direct_block<Fmt, M, 3>(t, n, x, r0, c, c_row);
+    if (t.count - n == 2) return int_direct_block<Fmt, M, 2>(t, n, x, r0, c, c_row);
+  }
+  if (t.count - n == 1) int_direct_block<Fmt, M, 1>(t, n, x, r0, c, c_row);
+}
+
+template <class Fmt>
+static void int_direct(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row) {
+  switch (rows) {
+    case 1:
+      return int_direct_tiles<Fmt, 1>(t, x, r0, c, c_row);
+    case 2:
+      return int_direct_tiles<Fmt, 2>(t, x, r0, c, c_row);
+    case 3:
+      return int_direct_tiles<Fmt, 3>(t, x, r0, c, c_row);
+    case 4:
+      return int_direct_tiles<Fmt, 4>(t, x, r0, c, c_row);
+    default:  // the second half finds the weights in the cache
+      int_direct<Fmt>(t, x, r0, rows / 2, c, c_row);
+      return int_direct<Fmt>(t, x, r0 + rows / 2, rows - rows / 2, c + rows / 2 * c_row, c_row);
+  }
+}
+
+template <int M, int N>
+static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, long n0, float* c,
+                            long c_row) {
+  IntRow x[M];
+  I acc[M][N];
+  for (int m = 0; m < M; ++m) {
+    x[m] = row_of(rows, r0 + m);
+    const long end = lmin(p.k1, (p.k0 / kActBlock + 1) * kActBlock);
+    const I start = dot_start(group_sum(x[m], p.k0, end));
+    for (int n = 0; n < N; ++n) acc[m][n] = start;
+  }
+  const char* data = p.data + n0 * p.tile;
+  for (long k = p.k0; k < p.k1; k += 4, data += 64) {
+    Signed w[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) w[n] = as_signed(load_block(data + n * p.tile));
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const I xv = four_bytes(x[m].q + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n] = dot_signed(acc[m][n], w[n], xv);
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    const F scale = p.scale ? load(p.scale + (n0 + n) * 16) : zero();
+    for (int m = 0; m < M; ++m) {
+      float* out = c + m * c_row + (n0 + n) * 16;
+      const float x_scale = x[m].scale[p.k0 / kActBlock];
+      if (p.scale)
+        p.k0 == 0 ? add_block<true, true>(out, acc[m][n], scale, x_scale)
+                  : add_block<true, false>(out, acc[m][n], scale, x_scale);
+      else
+        p.k0 == 0 ? add_block<false, true>(out, acc[m][n], scale, x_scale)
+                  : add_block<false, false>(out, acc[m][n], scale, x_scale);
+    }
+  }
+}
+
+template <int M>
+static void int_panel_tiles(const IntPanel& p, const IntRows& x, long r0, long tiles, float* c,
+                            long c_row) {
+  long n = 0;
+  for (; n + kIntTiles <= tiles; n += kIntTiles)
+    int_panel_block<M, kIntTiles>(p, x, r0, n, c, c_row);
+  if constexpr (kIntTiles == 4) {
+    if (tiles - n == 3) return int_panel_block<M, 3>(p, x, r0, n, c, c_row);
+    if (tiles - n == 2) return int_panel_block<M, 2>(p, x, r0, n, c, c_row);
+  }
+  if (tiles - n == 1) int_panel_block<M, 1>(p, x, r0, n, c, c_row);
+}
+
+// All rows over one panel, in blocks of nearly equal height.
+static void int_panel_vector(const IntPanel& p, const IntRows& x, long r0, long rows, long tiles,
+                             float* c, long c_row) {
+  const long blocks = ceil_div(rows, kIntRows);
+  for (long b = 0; b < blocks; ++b) {
+    const long m0 = rows * b / blocks, m = rows * (b + 1) / blocks - m0;
+    float* out = c + m0 * c_row;
+    if constexpr (kIntRows == 6) {
+      if (m == 6) int_panel_tiles<6>(p, x, r0 + m0, tiles, out, c_row);
+      if (m == 5) int_panel_tiles<5>(p, x, r0 + m0, tiles, out, c_row);
+    }
+    if (m == 4) int_panel_tiles<4>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 3) int_panel_tiles<3>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 2) int_panel_tiles<2>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 1) int_panel_tiles<1>(p, x, r0 + m0, tiles, out, c_row);
+  }
+}
+
+// Scratch: the panel, its block scales, the rows' scales, and what tiles spill.
+constexpr size_t kIntScaleBytes = kUnitTiles * 64;
+constexpr size_t kIntScratchBytes = kIntPanelBytes + kIntScaleBytes + kRowBlock * 4 + kTileSpill;
+
+// The next block of a packed panel, to the second-level cache, while this one is worked on.
+static void prefetch_block(const Tiles& t, long k) {
+  // Behind the last block the stream goes on in the tiles that this place takes next.
+  const long at = k < t.w->kpad ? k * 16 : t.count * t.w->tile_bytes;
+  for (long n = 0; n < t.count; ++n)
+    for (long i = 0; i < kActBlock * 16; i += 64)
+      _mm_prefetch(tile_data(t, n) + at + i, _MM_HINT_T1);
+}
+
+template <class Fmt>
+static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
+                        char* scratch) {
+  float* scale = reinterpret_cast<float*>(scratch + kIntPanelBytes);
+  float* x_scale = scale + kUnitTiles * 16;
+  char* spill = reinterpret_cast<char*>(x_scale + kRowBlock);
+  const TileUse use(Fmt::columns(*t.w));
+  const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
+  const bool by_tiles = kHasTiles && !x.of;
+  for (long k0 = 0; k0 < kpad; k0 += span) {
+    const long k1 = lmin(k0 + span, kpad);
+    IntPanel p{scratch, (k1 - k0) * 16, k0, k1, Fmt::kBlockScale ? scale : nullptr, x_scale};
+    if (Fmt::kPacked) {
+      p.data = tile_data(t, 0) + k0 * 16, p.tile = t.w->tile_bytes;
+      prefetch_block(t, k0 + span);
+    }
+    for (long n = 0; n < t.count; ++n) {
+      if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, scratch + n * p.tile);
+      if (Fmt::kBlockScale) store(scale + n * 16, Fmt::block_scale(t, n, k0));
+    }
+    if (by_tiles && k0 % kActBlock == 0)
+      for (long m = 0; m < rows; ++m) x_scale[m] = row_of(x, r0 + m).scale[k0 / kActBlock];
+    by_tiles ? int_panel_amx(p, x, r0, rows, t.count, c, c_row, spill)
+             : int_panel_vector(p, x, r0, rows, t.count, c, c_row);
+  }
+}
+
+template <class Fmt>
+static void int_times(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
+                      char* scratch) {
+  if (rows <= (kHasTiles && !x.of ? kTileFrom - 1 : kIntDirectRows))
+    int_direct<Fmt>(t, x, r0, rows, c, c_row);
+  else
+    int_paneled<Fmt>(t, x, r0, rows, c, c_row, scratch);
+  if (!Fmt::kRowScale) return;
+  for (long n = 0; n < t.count; ++n) {
+    const F s = Fmt::row_scale(t, n);
+    for (long m = 0; m < rows; ++m)
+      store(c + m * c_row + n * 16, mul(s, load(c + m * c_row + n * 16)));
+  }
+}
+
+// C = tiles * rows for rows [r0, r0 + rows). Rows after the last of 32 may be read: keep them
+// readable.
+static void int_tiles_times_rows(const Tiles& t, const IntRows& x, long r0, long rows, float* c,
+                                 long c_row, char* scratch) {
+  switch (t.w->format) {
+    case FMT_INT8:
+      return int_times<Int8>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_INT4:
+      return int_times<Int4>(t, x, r0, rows, c, c_row, scratch);
+    default:
+      return int_times<Int4p>(t, x, r0, rows, c, c_row, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace KTG_ISA
+}  // namespace ktg
