@@ -248,7 +248,9 @@ def test_memory_too_small(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) ->
     message = shown(lowered.compile)
     assert message.startswith("this needs ")
     assert " of memory, and 1 MiB are available. The largest terms:\n" in message
-    assert message.endswith("Compile with a smaller max_tokens or fewer threads")
+    assert message.endswith(
+        "Compile with a smaller max_tokens, context or max_batch, or fewer threads"
+    )
 
 
 def test_no_native_extension(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:
