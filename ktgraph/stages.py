@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Generator, Iterator, Sequence
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -218,12 +219,27 @@ class Lowered:
         """Load and pack the weights, and make the graph ready to run.
 
         Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
+        Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
         assert source is not None
+        if self.context.fallbacks:
+            warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
+
+
+class FallbackWarning(UserWarning):
+    """Ops without a native kernel; the message names them, and why each kernel refused."""
+
+
+def _fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
+    shown = [
+        f"{op} ({'; '.join(f'{kernel}: {why}' for kernel, why in refused.items()) or 'no kernel'})"
+        for op, refused in sorted(fallbacks.items())
+    ]
+    return f"these ops run on their torch reference, which is slow: {', '.join(shown)}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ktgraph.cli import main as command_line
 from ktgraph.errors import KtgraphError, MemoryBudgetError, user_message
 from ktgraph.ir import parse_module
 from ktgraph.runtime import runner as runner_module
+from ktgraph.stages import FallbackWarning
 from ktgraph.target.probe import MemoryInfo
 
 CONFIG: dict[str, Any] = {
@@ -260,6 +262,26 @@ def test_no_native_extension(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch)
     message = shown(lowered.compile)
     assert message.startswith("ktgraph's native CPU kernels are not built for this Python (")
     assert "Build them with: pip install" in message
+
+
+def test_ops_without_a_native_kernel_are_named_once(traced: kt.Traced) -> None:
+    lowered = traced.lower("cpu", "default,-pack-weights", context=32)
+    with pytest.warns(FallbackWarning) as warned:
+        lowered.compile()
+    (message,) = [str(w.message) for w in warned if w.category is FallbackWarning]
+    assert message.startswith("these ops run on their torch reference, which is slow: ")
+    for op in ("moe.grouped_mlp (cpu.grouped_mlp: @", "nn.linear (cpu.linear: @"):
+        assert op in message
+    assert "not packed in tiles: pack-weights has not run" in message
+    assert "nn.rms_norm" not in message  # native, though weights are unpacked
+    assert warned[0].filename == __file__
+
+
+def test_no_warning_when_all_is_native(traced: kt.Traced) -> None:
+    lowered = traced.lower("cpu", context=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered.compile()
 
 
 # ---- the command line
