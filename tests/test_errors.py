@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 import ktgraph as kt
 from ktgraph.cli import main as command_line
 from ktgraph.errors import KtgraphError, MemoryBudgetError, user_message
+from ktgraph.frontends.errors import export_failed
+from ktgraph.frontends.hf_build import load_config
 from ktgraph.ir import parse_module
 from ktgraph.runtime import runner as runner_module
 from ktgraph.stages import FallbackWarning
@@ -93,6 +95,28 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     message = shown(lambda: kt.trace(tmp_path))
     assert message.startswith("T5Config")
     assert "no causal language model can be built from it" in message
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40
+    )
+    model = transformers.BertForMaskedLM(config)
+    model.save_pretrained(tmp_path)
+    assert shown(lambda: kt.trace(tmp_path)) == (
+        "BertConfig: the checkpoint holds BertForMaskedLM, which is no causal language model "
+        "(…ForCausalLM): it does not generate text, so ktgraph cannot run it"
+    )
+    assert "is not a causal language model of transformers" in shown(lambda: kt.trace(model))
+
+
+def test_no_message_sends_to_files_that_cannot_be_read(broken: Path, traced: kt.Traced) -> None:
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    message = shown(lambda: lower_and_load(broken, traced))
+    assert "no *.safetensors in it (found pytorch_model.bin). Load the checkpoint with" in message
+    export = export_failed(ValueError("x"), torch.nn.Linear(2, 2))
+    for text in (message, str(export), shown(lambda: load_config(broken.parent))):
+        assert "gguf" not in text.lower()
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
