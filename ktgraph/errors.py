@@ -35,7 +35,7 @@ def path_of(name: str, given: object) -> Path:
 
 def is_whole(value: object) -> bool:
     """Whether a user gave a whole number; numpy's count, True does not."""
-    return isinstance(value, Integral) and type(value) is not bool
+    return type(value) is not bool and isinstance(value, Integral)
 
 
 def user_message(error: BaseException) -> str | None:
