@@ -268,7 +268,7 @@ def test_hybrid_without_a_gpu(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch
 def test_memory_too_small(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MemoryInfo(total=2**21, available=2**20, limit=None)
     monkeypatch.setattr(runner_module, "probe_memory", lambda: small)
-    lowered = traced.lower("cpu")
+    lowered = traced.lower("cpu", threads=16)
     with pytest.raises(MemoryBudgetError):
         lowered.compile()
     message = shown(lowered.compile)
