@@ -74,6 +74,5 @@ def export_failed(error: Exception, model: nn.Module) -> UnsupportedModelError:
         f"{type(model).__name__} cannot be traced: torch.export failed{at}.\n"
         f"  cause: {type(error).__name__}: {reason}\n"
         f"  next: {hint}If the class is a variant of a supported one, check that its attention "
-        "goes through transformers' AttentionInterface and its experts through ExpertsInterface; "
-        "or load a GGUF file of the model instead."
+        "goes through transformers' AttentionInterface and its experts through ExpertsInterface."
     )

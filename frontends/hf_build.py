@@ -53,8 +53,7 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
         )
     if not (folder / "config.json").is_file():
         raise UnsupportedModelError(
-            f"{folder}: no config.json in it; a checkpoint folder has one beside its weights. "
-            "For a .gguf file give the path of the file itself"
+            f"{folder}: no config.json in it; a checkpoint folder has one beside its weights"
         )
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -71,6 +70,7 @@ def _bad_config(folder: Path, error: Exception) -> str:
 
 
 def _twin_of_config(config: PreTrainedConfig, dtype: torch.dtype | None) -> Twin:
+    _refuse_other_architectures(config)
     own = getattr(config, "dtype", None)
     own = own if isinstance(own, torch.dtype) else dtype or torch.float32
     try:
@@ -84,6 +84,20 @@ def _twin_of_config(config: PreTrainedConfig, dtype: torch.dtype | None) -> Twin
         ) from error
     cast_meta(model, own)
     return _finish(model, {}, dtype)
+
+
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def _refuse_other_architectures(config: PreTrainedConfig) -> None:
+    """An encoder such as BERT: transformers would build a decoder that its weights are not for."""
+    names = config.architectures or []
+    if not names or any(name.endswith(_GENERATORS) for name in names):
+        return
+    raise UnsupportedModelError(
+        f"{type(config).__name__}: the checkpoint holds {', '.join(names)}, which is no causal "
+        "language model (…ForCausalLM): it does not generate text, so ktgraph cannot run it"
+    )
 
 
 def _twin_of_model(model: PreTrainedModel, dtype: torch.dtype | None) -> Twin:

@@ -129,7 +129,8 @@ def _unknown_gate(module: Any) -> str:
     known = ", ".join(probes.leaf_ops.GATES)
     return (
         f"{type(module).__name__} combines gate and up projections in a way that is none of "
-        f"{known}. Add it to GATES in ktgraph/frontends/leaf_ops.py and to the op moe.experts"
+        f"{known}. Add it to `gated` in ktgraph/ops/nn.py, and its name to GATES in "
+        "ktgraph/frontends/leaf_ops.py"
     )
 
 

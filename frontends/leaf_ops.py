@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktgraph.ops import moe, nn
+
 Cache = dict[int, tuple[Tensor, Tensor]]
 
 _cache: ContextVar[Cache | None] = ContextVar("ktg_eager_cache", default=None)
@@ -117,17 +119,15 @@ def _attention_fake(
 
 # ---------------------------------------------------------------- mixture of experts
 
-# How gate and up combine; `ktgraph.frontends.probes` finds out which one a model uses.
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda g, u: F.silu(g) * u,
-    "gelu": lambda g, u: F.gelu(g) * u,
-    "gelu_tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
-    "relu": lambda g, u: F.relu(g) * u,
-    "relu2": lambda g, u: F.relu(g).square() * u,
-    "swiglu_clamped": lambda g, u: (
-        (u.clamp(-7.0, 7.0) + 1) * g.clamp(max=7.0) * torch.sigmoid(1.702 * g.clamp(max=7.0))
-    ),
-}
+# Names of how gate and up combine (`ktgraph.ops.nn.gated`); `ktgraph.frontends.probes` finds out
+# which one a model uses.
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")
+_ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_clamped
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """``act(gate) * up``, or gpt-oss's clamped form."""
+    return nn.gated(gate, up, act, _ALPHA, _LIMIT)
 
 
 def _experts(
@@ -150,7 +150,7 @@ def _experts(
         if gate_up_bias is not None:
             h = h + gate_up_bias[e]
         gate, up = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
-        y = GATES[act](gate, up) @ (down[e] if transposed else down[e].t())
+        y = gated(gate, up, act) @ (down[e] if transposed else down[e].t())
         if down_bias is not None:
             y = y + down_bias[e]
         out.index_add_(0, token, (y * weights[token, slot, None].to(y.dtype)).to(out.dtype))
@@ -186,32 +186,25 @@ def route(
     group_score: str,
     mask: str,
 ) -> tuple[Tensor, Tensor]:
-    """The one router formula: ids ``[n, top_k]`` and weights ``[n, top_k]`` of x ``[n, D]``.
+    """The op moe.route: ids i64 ``[n, top_k]`` and weights ``[n, top_k]`` of x ``[n, D]``.
 
     `bias` belongs to the linear; `select_bias` moves the choice only, never the weights.
     """
-    dtype = _compute_dtype(x)
-    logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    if score == "softmax_after_topk":
-        best, ids = logits.topk(top_k, -1)
-        return ids, best.softmax(-1) * scale
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    choice = scores if select_bias is None else scores + select_bias
-    if groups > 1:
-        choice = _mask_groups(choice, groups, topk_groups, group_score, mask)
-    ids = choice.topk(top_k, -1)[1]
-    best = scores.gather(-1, ids)
-    if renorm:
-        best = best / best.sum(-1, keepdim=True)
-    return ids, best * scale
-
-
-def _mask_groups(choice: Tensor, groups: int, kept: int, group_score: str, mask: str) -> Tensor:
-    members = choice.unflatten(-1, (groups, -1))
-    best = members.amax(-1) if group_score == "max" else members.topk(2, -1)[0].sum(-1)
-    keep = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept, -1)[1], True)
-    hidden = 0.0 if mask == "zero" else float("-inf")
-    return members.masked_fill(~keep[..., None], hidden).flatten(-2)
+    ids, weights = moe.route(
+        x,
+        weight,
+        select_bias,
+        bias,
+        top_k=top_k,
+        score=score,
+        renorm=renorm,
+        scale=scale,
+        groups=groups,
+        topk_groups=topk_groups,
+        group_score=group_score,
+        mask=mask,
+    )
+    return ids.long(), weights
 
 
 def _route_fake(
@@ -267,22 +260,11 @@ def _rope_tables_fake(positions: Tensor, inv_freq: Tensor, scaling: float) -> Te
 
 
 def rotate(x: Tensor, tables: Tensor, style: str) -> Tensor:
-    """Rotate the first ``P`` features of x ``[b, heads, s, A]``; the others pass.
-
-    half: pairs (i, i + P/2).  interleaved: pairs (2i, 2i+1).  interleaved_to_half: pairs
-    (2i, 2i+1), written to (i, i + P/2).
-    """
-    dtype = _compute_dtype(x)
-    cos, sin = tables[..., 0, :].to(dtype)[:, None], tables[..., 1, :].to(dtype)[:, None]
-    width = 2 * cos.shape[-1]
-    head, tail = x[..., :width].to(dtype), x[..., width:]
-    a, b = head.chunk(2, -1) if style == "half" else (head[..., ::2], head[..., 1::2])
-    a, b = a * cos - b * sin, b * cos + a * sin
-    if style == "interleaved":
-        turned = torch.stack([a, b], -1).flatten(-2)
-    else:
-        turned = torch.cat([a, b], -1)
-    return torch.cat([turned.to(x.dtype), tail], -1)
+    """The op nn.rope's rotation of x ``[b, heads, s, A]`` by tables ``[b, s, 2, P/2]``."""
+    cos, sin = (t.flatten(0, 1) for t in tables.to(_compute_dtype(x)).unbind(-2))
+    by_token = x.transpose(1, 2)
+    turned = nn.rotate(by_token.flatten(0, 1), cos, sin, style)
+    return turned.reshape(by_token.shape).transpose(1, 2)
 
 
 def _rope(q: Tensor, k: Tensor, tables: Tensor, style: str) -> tuple[Tensor, Tensor]:

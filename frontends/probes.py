@@ -194,16 +194,19 @@ def probe_gate(module: Any) -> str | None:
         return None
     rng = _rng()
     inputs = [_randn(rng, 7, 12) * s for s in (0.3, 3.0, 20.0)]
-    for name, gate in leaf_ops.GATES.items():
-        errors = [_error(module._apply_gate(z), gate(*_halves(z, module))) for z in inputs]
+    for name in leaf_ops.GATES:
+        errors = [
+            _error(module._apply_gate(z), leaf_ops.gated(*_halves(z, module), name)) for z in inputs
+        ]
         if max(errors) < EXACT:
             return name
     return None
 
 
-def _halves(z: Tensor, module: Any) -> tuple[Tensor, ...]:
+def _halves(z: Tensor, module: Any) -> tuple[Tensor, Tensor]:
     if getattr(module, "is_concatenated", True):
-        return z.chunk(2, -1)
+        gate, up = z.chunk(2, -1)
+        return gate, up
     return z[..., ::2], z[..., 1::2]
 
 

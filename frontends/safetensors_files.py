@@ -132,8 +132,8 @@ def _loose_files(folder: Path) -> list[Path]:
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".gguf"))
     hint = f" (found {', '.join(others[:3])})" if others else ""
     raise CheckpointError(
-        f"{folder}: no *.safetensors in it{hint}. Convert the checkpoint with "
-        "`model.save_pretrained(folder)`, or give a .gguf file by its own path"
+        f"{folder}: no *.safetensors in it{hint}. Load the checkpoint with transformers and save "
+        "it with `model.save_pretrained(folder)`"
     )
 
 

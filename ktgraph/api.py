@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ktgraph.errors import UnsupportedInputError
+from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.model_input import Model, read_model
 from ktgraph.stages import Compiled, Traced, check_options
 from ktgraph.target import Target
@@ -25,7 +25,7 @@ def trace(model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = N
     """
     from ktgraph.frontends.hf import trace_hf
 
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
     given = read_model(model, tokenizer)
     return Traced(trace_hf(given.model, _DTYPES[dtype]), given, dtype)
@@ -63,4 +63,6 @@ def load(
     model: needed for a plan saved without weights; where given, its weights must be the plan's own.
     Raises PlanFileError with every reason why the plan does not fit this machine.
     """
-    return Compiled.from_plan(path, None if model is None else read_model(model, tokenizer))
+    return Compiled.from_plan(
+        path_of("path", path), None if model is None else read_model(model, tokenizer)
+    )

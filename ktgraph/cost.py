@@ -1,16 +1,16 @@
 """The cost model: FLOPs, bytes and seconds of each op at the sizes of a call.
 
 Costs are functions of the call (new tokens and cached rows of each sequence); nothing is -1 or
-None: an op without a rule appears in `CostReport.unknown` by name.
+None: an op without a rule is marked (`OpCost.known`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ktgraph.ir.dims import Dim
-from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value, WeightRef
+from ktgraph.ir.graph import Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import CostDims, OpDef, op_def
 from ktgraph.target import Target
@@ -105,42 +105,6 @@ class OpCost:
         if at.launch >= max(compute, moved):
             return "launch"
         return "compute" if compute >= moved else "memory"
-
-
-@dataclass
-class CostReport:
-    """Costs of one function at one call, in launch order."""
-
-    call: Call
-    rows: list[OpCost] = field(default_factory=list[OpCost])
-
-    @property
-    def unknown(self) -> list[str]:
-        """Names of ops without a cost rule (their bytes are counted, their FLOPs are not)."""
-        return sorted({r.op.name for r in self.rows if not r.known})
-
-    def total(self, key: str, device: str | None = None) -> float:
-        """Sum of `flops`, `read`, `written` or `weights`, repeats included."""
-        rows = [r for r in self.rows if device in (None, r.device)]
-        return sum(getattr(r, key) * r.repeats for r in rows)
-
-
-def function_cost(module: Module, func: Function, call: Call, home: str = "cpu") -> CostReport:
-    """The cost of every op of a function; views and the structure itself cost nothing."""
-    report = CostReport(call)
-    bindings = call.bindings(module)
-    for op, repeats in _ops(func.body, 1):
-        report.rows.append(op_cost(module, op, call, bindings, repeats, home))
-    return report
-
-
-def _ops(block: Block, repeats: int) -> Iterator[tuple[Op, int]]:
-    for op in block.ops:
-        if op.body is None:
-            yield op, repeats
-            continue
-        count = op.int_attr("hi") - op.int_attr("lo") + 1
-        yield from _ops(op.body, repeats * count)
 
 
 def op_cost(

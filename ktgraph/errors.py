@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from pathlib import Path
+
 
 class KtgraphError(Exception):
     """Something the user can put right: the message says what, expected against got, next step.
@@ -21,6 +24,18 @@ class ContextLimitError(KtgraphError, ValueError):
 
 class MemoryBudgetError(KtgraphError, MemoryError):
     """A model that does not fit into the memory that is free, said before anything is loaded."""
+
+
+def path_of(name: str, given: object) -> Path:
+    """What a user gave as a path; raises UnsupportedInputError for anything else."""
+    if isinstance(given, (str, Path)):
+        return Path(given)
+    raise UnsupportedInputError(f"{name}={given!r}: expected a path")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a user gave a whole number; numpy's count, True does not."""
+    return type(value) is not bool and isinstance(value, Integral)
 
 
 def user_message(error: BaseException) -> str | None:

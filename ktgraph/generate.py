@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ktgraph.errors import ContextLimitError, UnsupportedInputError
+from ktgraph.errors import ContextLimitError, UnsupportedInputError, is_whole
 from ktgraph.sampling import Sampler, Sampling
 from ktgraph.tokenizer import TextPieces, Tokenizer
 
@@ -137,13 +137,38 @@ class Endings:
     eos: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        most = self.max_new_tokens
+        if most is not None and not is_whole(most):
+            raise UnsupportedInputError(f"max_new_tokens={most!r}: expected a whole number or None")
+        if most is not None and most < 1:
+            raise UnsupportedInputError(f"max_new_tokens={most}: expected 1 or more")
+        if "" in self.stop:
+            raise UnsupportedInputError("stop=[…, '']: expected texts of one character or more")
+
+    @staticmethod
+    def of(max_new_tokens: int | None, eos: object, stop: object) -> Endings:
+        """What a user gave; raises UnsupportedInputError naming the argument that is wrong."""
+        ids: list[Any] | None = [eos] if is_whole(eos) else _items(eos)
+        if ids is None or not all(map(is_whole, ids)):
+            raise UnsupportedInputError(
+                f"eos={eos!r}: expected a token id, or several; () for none"
+            )
+        stops = [stop] if isinstance(stop, str) else _items(stop)
+        if stops is None or not all(isinstance(s, str) for s in stops):
+            raise UnsupportedInputError(f"stop={stop!r}: expected a text, or a list of texts")
+        return Endings(max_new_tokens, frozenset(ids), tuple(stops))
+
+
+def _items(given: object) -> list[Any] | None:
+    """The entries of a list, tuple or set; None for anything else."""
+    return list(given) if isinstance(given, (list, tuple, set, frozenset)) else None  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
 
 class StopFilter:
     """Passes text on, but never a stop string nor what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if any(not s for s in stops):
-            raise UnsupportedInputError("stop=[…, '']: expected texts of one character or more")
         self._stops = tuple(stops)
         self._held = ""
         self.hit = False
@@ -269,8 +294,6 @@ class Decoder:
     def _room(self, index: int, prompt: Sequence[int], wanted: int | None) -> int:
         """Most new tokens of a prompt.  The last one is never run, so it needs no cache row."""
         check_prompt(self.limits, index, prompt)
-        if wanted is not None and wanted < 1:
-            raise UnsupportedInputError(f"max_new_tokens={wanted}: expected 1 or more")
         room = self.limits.rows - len(prompt) + 1
         if wanted is not None and wanted > room:
             raise ContextLimitError(
@@ -397,10 +420,10 @@ def check_prompt(limits: Limits, index: int, prompt: Sequence[int]) -> None:
     """Raises when a prompt is empty, holds ids of no token, or is longer than the cache."""
     if not prompt:
         raise UnsupportedInputError(f"prompt {index} has no tokens: expected one or more")
-    wrong = [t for t in prompt if not 0 <= t < limits.vocabulary]
+    wrong = [t for t in prompt if not is_whole(t) or not 0 <= t < limits.vocabulary]
     if wrong:
         raise UnsupportedInputError(
-            f"prompt {index} holds token {wrong[0]}: expected ids 0 to {limits.vocabulary - 1}"
+            f"prompt {index} holds token {wrong[0]!r}: expected ids 0 to {limits.vocabulary - 1}"
         )
     if len(prompt) > limits.rows:
         raise ContextLimitError(

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktgraph.errors import UnsupportedInputError
+from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.tokenizer import Tokenizer
 
 Model = nn.Module | str | Path
@@ -80,6 +80,8 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
     `tokenizer` is a folder with a tokenizer.json; without it the model's own folder is searched.
     Raises UnsupportedInputError saying what is supported.
     """
+    if tokenizer is not None:
+        tokenizer = path_of("tokenizer", tokenizer)
     if isinstance(model, PreTrainedModel):
         return ModelInput(model, _card_of_model(model, tokenizer))
     if isinstance(model, nn.Module):
@@ -87,6 +89,8 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
             f"{type(model).__name__}: a torch module that is no transformers model is not "
             f"supported yet; {SUPPORTED}"
         )
+    if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
     folder = _checkpoint_folder(Path(model))
     return ModelInput(folder, _card_of_folder(folder, tokenizer))
 
@@ -115,7 +119,7 @@ def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:
 
 def _card_of_model(model: PreTrainedModel, tokenizer: str | Path | None) -> ModelCard:
     config = model.config.to_dict()
-    settings = cast("Any", model).generation_config
+    settings = getattr(model, "generation_config", None)  # encoders have none
     generation: dict[str, Any] = settings.to_dict() if settings is not None else {}
     folder = Path(model.name_or_path or "-")
     name = folder.name if folder.is_dir() else type(model).__name__

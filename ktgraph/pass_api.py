@@ -84,6 +84,8 @@ class PassContext:
     events: list[RuleEvent] = field(default_factory=list[RuleEvent])
     notes: list[str] = field(default_factory=list[str])  # lines shown in the pass's report
     artifacts: dict[str, str] = field(default_factory=dict[str, str])  # dump file name -> text
+    # op -> why each of its kernels refused, for ops that `lower` left on their torch reference
+    fallbacks: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     limit: int | None = None
     rewrites: int = 0
 

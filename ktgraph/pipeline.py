@@ -20,6 +20,7 @@ import difflib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -70,9 +71,11 @@ class Pipeline:
         """
         if isinstance(given, Pipeline):
             return given
-        if not isinstance(given, str):
+        if isinstance(given, str):
+            return parse_pipeline(given)
+        if isinstance(given, Sequence) and all(isinstance(p, Pass) for p in given):  # pyright: ignore[reportUnnecessaryIsInstance]
             return Pipeline(tuple(map(Step.of, given)))
-        return parse_pipeline(given)
+        raise PipelineError(f"pipeline {given!r}: expected a pipeline string or a list of passes")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,8 +198,11 @@ def _resolve(ref: str) -> type[Pass]:
         return _from_file(where, name)
     try:
         found = getattr(import_module(where), name, None)
-    except ImportError as error:
-        raise UnknownPassError(f"{ref}: cannot import {where}: {error}") from error
+    except Exception as error:  # of the user's module, whatever it is
+        reason = (
+            str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        )
+        raise UnknownPassError(f"{ref}: cannot import {where}: {reason}") from error
     if not (isinstance(found, type) and issubclass(found, Pass)):
         raise UnknownPassError(f"{ref}: {where} has no Pass class {name!r}")
     return found
@@ -221,7 +227,7 @@ def _classes(module: ModuleType) -> Iterator[type[Pass]]:
 def load_plugin(file: str | Path) -> ModuleType:
     """Run a Python file that registers passes, ops or kernels; once, unless it has changed.
 
-    Raises PipelineError when there is no such file.
+    Raises PipelineError when there is no such file, or for an error in it, with its line.
     """
     path = Path(file).resolve()
     if not path.is_file():
@@ -237,8 +243,22 @@ def load_plugin(file: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     setattr(module, _PLUGIN, (str(path), stamp))
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _plugin_error(str(path), error) from error
     return module
+
+
+def _plugin_error(file: str, error: Exception) -> PipelineError:
+    """An error in a user's file, with the line of that file that it comes from."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    text = str(error)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines, text = [error.lineno], error.msg
+    at = f":{lines[-1]}" if lines else ""
+    return PipelineError(f"{file}{at}: {type(error).__name__}: {text}")
 
 
 def loaded_plugins() -> list[str]:

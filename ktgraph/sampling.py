@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktgraph.errors import UnsupportedInputError
+from ktgraph.errors import UnsupportedInputError, is_whole
 
 _NEVER = -math.inf
 
@@ -35,6 +35,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
+        _require(is_whole(self.top_k), "top_k", self.top_k, "a whole number")
+        seeded = self.seed is None or (is_whole(self.seed) and abs(self.seed) < 1 << 63)
+        _require(seeded, "seed", self.seed, "a whole number of 64 bits or None")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (keep all) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (keep all)")
@@ -117,6 +122,10 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
     return scores.masked_fill(odds < p * odds.max(), _NEVER)
 
 
-def _require(condition: bool, name: str, value: float, expected: str) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
         raise UnsupportedInputError(f"{name}={value!r}: expected {expected}")

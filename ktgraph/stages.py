@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Generator, Iterator, Sequence
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.cpu_kernels import NativeMissingError, load_native
-from ktgraph.errors import UnsupportedInputError
+from ktgraph.errors import UnsupportedInputError, is_whole, path_of
 from ktgraph.explain import explain as explain_op
 from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
 from ktgraph.ir.graph import Module
@@ -117,6 +118,9 @@ class Traced:
             exact, rules, threads, page_size.  None means the default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
+        if validate not in (None, 0, 1, 2):
+            raise UnsupportedInputError(f"validate={validate!r}: expected 0, 1, 2 or None")
+        dump = None if dump is None else path_of("dump", dump)
         check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
@@ -218,12 +222,27 @@ class Lowered:
         """Load and pack the weights, and make the graph ready to run.
 
         Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
+        Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
         assert source is not None
+        if self.context.fallbacks:
+            warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
+
+
+class FallbackWarning(UserWarning):
+    """Ops without a native kernel; the message names them, and why each kernel refused."""
+
+
+def _fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
+    shown = [
+        f"{op} ({'; '.join(f'{kernel}: {why}' for kernel, why in refused.items()) or 'no kernel'})"
+        for op, refused in sorted(fallbacks.items())
+    ]
+    return f"these ops run on their torch reference, which is slow: {', '.join(shown)}"
 
 
 @dataclass(frozen=True)
@@ -290,12 +309,16 @@ class Compiled:
         Ids [b, s] give f32[b, s, VOC]; a list of b id lists of any lengths gives b of f32[s, VOC].
         """
         if not isinstance(input_ids, Tensor):
-            if isinstance(input_ids, str) or any(isinstance(p, (str, int)) for p in input_ids):
+            is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not is_list or any(isinstance(p, (str, int)) for p in input_ids):
                 raise UnsupportedInputError(
                     "a compiled model is called with token ids [b, s] or a list of id lists; "
                     "`logits` and `generate` take texts and a single list of ids as well"
                 )
-            return prompt_logits(self.runner, self.limits, input_ids)
+            lists: Any = [
+                cast("Any", p).tolist() if isinstance(p, Tensor) else p for p in input_ids
+            ]
+            return prompt_logits(self.runner, self.limits, lists)
         if input_ids.is_floating_point() or input_ids.is_complex():
             raise UnsupportedInputError(f"input_ids are {input_ids.dtype}: expected integers")
         if input_ids.dim() != 2:
@@ -342,16 +365,11 @@ class Compiled:
         `last` holds texts, ids, why each sequence ended and timing, also after Ctrl-C, which frees
         the cache and goes on as KeyboardInterrupt.
         """
-        prompts = self._prompts(prompt)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        ends = self.card.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        endings = Endings.of(max_new_tokens, self.card.eos if eos is None else eos, stop)
+        prompts = self._prompts(prompt)
         decoder = Decoder(self.runner, self.limits, self.tokenizer)
-        self._last, events = decoder.start(
-            prompts.ids,
-            [sampling] * len(prompts.ids),
-            Endings(max_new_tokens, frozenset(ends), stops),
-        )
+        self._last, events = decoder.start(prompts.ids, [sampling] * len(prompts.ids), endings)
         if stream:
             return _stream(events, prompts)
         for _ in events:
@@ -369,6 +387,10 @@ class Compiled:
         if isinstance(text, str):
             text = self.card.need_tokenizer("perplexity of a text").encode(text, special=False)
         first = self.card.bos if bos == "auto" else bos
+        if not is_whole(window) or (first is not None and not is_whole(first)):
+            raise UnsupportedInputError(
+                f"window={window!r}, bos={bos!r}: expected a whole number, and a token id or None"
+            )
         return perplexity(self.runner, self.limits, text, window=window, bos=first)
 
     # ---- what it is and costs
@@ -397,9 +419,14 @@ class Compiled:
         path: *.html is a page with lanes, anything else Chrome's trace format (also for Perfetto).
         tokens: length of the prefill.
         """
+        path = path_of("path", path)
+        if not path.parent.is_dir():
+            raise UnsupportedInputError(f"{path}: there is no folder {path.parent}: make it first")
+        if not is_whole(tokens) or tokens < 1:
+            raise UnsupportedInputError(f"tokens={tokens!r}: expected a whole number above 0")
         events = timeline_events(self.runner, self.cost_analysis(), tokens)
-        if Path(path).suffix == ".html":
-            Path(path).write_text(lanes_html(self.card.name, events), encoding="utf-8")
+        if path.suffix == ".html":
+            path.write_text(lanes_html(self.card.name, events), encoding="utf-8")
         else:
             write_chrome_trace(path, events)
 
@@ -409,7 +436,7 @@ class Compiled:
         weights: also the packed weights; without them `kt.load` needs the model and packs again.
         """
         save_plan(
-            path,
+            path_of("path", path),
             self.runner,
             self.made.options,
             fingerprint=self.made.fingerprint,

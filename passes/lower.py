@@ -34,6 +34,7 @@ class Lower(Pass):
 
     def run(self, module: Module, ctx: PassContext) -> None:
         register_all()  # ops may have been declared since
+        ctx.fallbacks.clear()
         for func in module.functions.values():
             _Lowering(module, func, ctx).run()
         elsewhere = why_not_runnable(module)
@@ -84,10 +85,14 @@ class _Lowering:
             return None
         if not self.ctx.may_rewrite("choose-kernel", op):
             return REFERENCE
+        refusals: dict[str, str] = {}
         for kernel in kernels_for(op.name, device):
             reason = self._refusal(op, kernel)
+            if kernel.name == REFERENCE and not reason:
+                self.ctx.fallbacks.setdefault(op.name, {}).update(refusals)
             if not reason:
                 return kernel.name
+            refusals[kernel.name] = reason
             self.ctx.refused(kernel.name, op, reason)
         if device != "cpu":
             self.ctx.refused("choose-kernel", op, f"no kernel of {op.name} for {device} yet")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from safetensors.torch import load_file, save_file
 import ktgraph as kt
 from ktgraph.cli import main as command_line
 from ktgraph.errors import KtgraphError, MemoryBudgetError, user_message
+from ktgraph.frontends.errors import export_failed
+from ktgraph.frontends.hf_build import load_config
 from ktgraph.ir import parse_module
 from ktgraph.runtime import runner as runner_module
+from ktgraph.stages import FallbackWarning
 from ktgraph.target.probe import MemoryInfo
 
 CONFIG: dict[str, Any] = {
@@ -91,6 +95,28 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     message = shown(lambda: kt.trace(tmp_path))
     assert message.startswith("T5Config")
     assert "no causal language model can be built from it" in message
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40
+    )
+    model = transformers.BertForMaskedLM(config)
+    model.save_pretrained(tmp_path)
+    assert shown(lambda: kt.trace(tmp_path)) == (
+        "BertConfig: the checkpoint holds BertForMaskedLM, which is no causal language model "
+        "(…ForCausalLM): it does not generate text, so ktgraph cannot run it"
+    )
+    assert "is not a causal language model of transformers" in shown(lambda: kt.trace(model))
+
+
+def test_no_message_sends_to_files_that_cannot_be_read(broken: Path, traced: kt.Traced) -> None:
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    message = shown(lambda: lower_and_load(broken, traced))
+    assert "no *.safetensors in it (found pytorch_model.bin). Load the checkpoint with" in message
+    export = export_failed(ValueError("x"), torch.nn.Linear(2, 2))
+    for text in (message, str(export), shown(lambda: load_config(broken.parent))):
+        assert "gguf" not in text.lower()
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
@@ -242,13 +268,15 @@ def test_hybrid_without_a_gpu(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch
 def test_memory_too_small(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MemoryInfo(total=2**21, available=2**20, limit=None)
     monkeypatch.setattr(runner_module, "probe_memory", lambda: small)
-    lowered = traced.lower("cpu")
+    lowered = traced.lower("cpu", threads=16)
     with pytest.raises(MemoryBudgetError):
         lowered.compile()
     message = shown(lowered.compile)
     assert message.startswith("this needs ")
     assert " of memory, and 1 MiB are available. The largest terms:\n" in message
-    assert message.endswith("Compile with a smaller max_tokens or fewer threads")
+    assert message.endswith(
+        "Compile with a smaller max_tokens, context or max_batch, or fewer threads"
+    )
 
 
 def test_no_native_extension(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +286,26 @@ def test_no_native_extension(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch)
     message = shown(lowered.compile)
     assert message.startswith("ktgraph's native CPU kernels are not built for this Python (")
     assert "Build them with: pip install" in message
+
+
+def test_ops_without_a_native_kernel_are_named_once(traced: kt.Traced) -> None:
+    lowered = traced.lower("cpu", "default,-pack-weights", context=32)
+    with pytest.warns(FallbackWarning) as warned:
+        lowered.compile()
+    (message,) = [str(w.message) for w in warned if w.category is FallbackWarning]
+    assert message.startswith("these ops run on their torch reference, which is slow: ")
+    for op in ("moe.grouped_mlp (cpu.grouped_mlp: @", "nn.linear (cpu.linear: @"):
+        assert op in message
+    assert "not packed in tiles: pack-weights has not run" in message
+    assert "nn.rms_norm" not in message  # native, though weights are unpacked
+    assert warned[0].filename == __file__
+
+
+def test_no_warning_when_all_is_native(traced: kt.Traced) -> None:
+    lowered = traced.lower("cpu", context=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered.compile()
 
 
 # ---- the command line

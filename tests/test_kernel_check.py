@@ -15,10 +15,7 @@ from ktgraph.kernel_check import check_kernels
 from ktgraph.ops import registry
 from ktgraph.pass_api import CompileOptions, Pass, PassContext
 from ktgraph.pass_manager import PassError, PassManager
-from ktgraph.runtime.kernels_cpu import native_kernels
 from ktgraph.target import Target, load_target
-
-needs_native = pytest.mark.skipif(not native_kernels(), reason="the native kernels are not built")
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ def lowered(module: Module, quantize: str | None = None) -> Module:
     return module
 
 
-@needs_native
 @pytest.mark.parametrize("quantize", [None, "int4(group=32)", "int8"])
 @pytest.mark.parametrize("make", [mla_moe, gqa_moe])
 def test_every_native_kernel_of_a_plan_keeps_its_bound(make, quantize: str | None):
@@ -80,7 +76,6 @@ def test_every_native_kernel_of_a_plan_keeps_its_bound(make, quantize: str | Non
     assert [k for k in found if k.is_wrong] == []
 
 
-@needs_native
 def test_a_native_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch):
     """Here the reference is turned wrong: the kernel cannot be."""
     real = registry.op_def

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import ktgraph as kt
-from ktgraph.errors import UnsupportedInputError
+from ktgraph.cli import main as command_line
+from ktgraph.errors import UnsupportedInputError, user_message
 from ktgraph.ir import ParseError, parse_file
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import option_fault
@@ -70,3 +71,95 @@ def test_an_unknown_encoding_is_a_fault() -> None:
     text = 'ktgraph.ir 1\nmodule @m\nweight @w : f32[9, 9]<bT16> from "w"\n'
     with pytest.raises(VerifyError, match="unknown encoding bT16"):
         verify(parse_module(text))
+
+
+@pytest.fixture(scope="module")
+def exe(tiny_deepseek: Path) -> kt.Compiled:
+    return kt.compile(tiny_deepseek, "cpu", context=64, max_batch=2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop": 5},
+        {"stop": ["a", 5]},
+        {"stop": ["a", ""]},
+        {"temperature": "x"},
+        {"temperature": True},
+        {"top_k": 1.5},
+        {"top_p": None},
+        {"min_p": "0"},
+        {"repetition_penalty": [1]},
+        {"seed": "a"},
+        {"seed": 1 << 70},
+        {"eos": "x"},
+        {"eos": [1.5]},
+        {"max_new_tokens": "3"},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_sampling_values(exe: kt.Compiled, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UnsupportedInputError, match=f"^{name}=.*expected"):
+        exe.generate("The sea", **{"max_new_tokens": 2, **given})
+
+
+def test_other_calls_name_what_is_wrong(exe: kt.Compiled, tmp_path: Path) -> None:
+    away = tmp_path / "none" / "t.html"
+    calls: dict[str, Any] = {
+        r"path=5: expected a path": lambda: exe.save(5),  # type: ignore[arg-type]
+        rf"{away}: there is no folder {away.parent}: make it": lambda: exe.timeline(away),
+        r"tokens='a': expected a whole number": lambda: exe.timeline(tmp_path / "t", "a"),  # type: ignore[arg-type]
+        r"window='x'": lambda: exe.perplexity("a b", window="x"),  # type: ignore[arg-type]
+        r"called with token ids": lambda: exe(5),  # type: ignore[call-overload]
+        r"prompt 0 holds token 'a'": lambda: exe([[1, "a"]]),  # type: ignore[list-item]
+        r"prompt 0 holds token 1.5": lambda: exe.generate([[1.5]], 2),
+    }
+    for message, call in calls.items():
+        with pytest.raises(UnsupportedInputError, match=message):
+            call()
+    assert len(exe([torch.tensor([1, 2]), [3]])) == 2  # type: ignore[list-item]
+
+
+def test_stages_name_what_is_wrong(exe: kt.Compiled, tiny_deepseek: Path) -> None:
+    traced = kt.Traced(exe.module, kt.trace.__globals__["read_model"](tiny_deepseek), "auto")
+    for given, message in (
+        ({"target": 5}, "target=5: expected one of auto, cpu"),
+        ({"pipeline": 5}, "pipeline 5: expected a pipeline string"),
+        ({"pipeline": [5]}, r"pipeline \[5\]: expected a pipeline string"),
+        ({"validate": "x"}, "validate='x': expected 0, 1, 2"),
+        ({"dump": 5}, "dump=5: expected a path"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            traced.lower(**{"target": "cpu", **given})  # type: ignore[arg-type]
+        assert user_message(error.value) is not None
+    for call, message in (
+        (lambda: kt.trace(5), "a model of type int; give a checkpoint folder"),  # type: ignore[arg-type]
+        (lambda: kt.trace(tiny_deepseek, dtype=["a"]), "dtype="),  # type: ignore[arg-type]
+        (lambda: kt.trace(tiny_deepseek, tokenizer=5), "tokenizer=5: expected a path"),  # type: ignore[arg-type]
+        (lambda: kt.load(5), "path=5: expected a path"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UnsupportedInputError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-p", "7"], "top_p=7.0: expected above 0 and at most 1"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0: expected 1 or more"),
+        (["--stop", ""], "stop="),
+    ],
+)
+def test_the_command_line_checks_sampling_before_it_loads(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def traced(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model was traced")
+
+    monkeypatch.setattr("ktgraph.cli.run.lower_model", traced)
+    assert command_line(["run", "model", "prompt", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """Pipeline strings: options by field type, edits of a named pipeline, passes from outside."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 
+from ktgraph.errors import user_message
 from ktgraph.pass_api import Pass, UnknownPassError, pass_class
 from ktgraph.pass_options import PipelineError, options_text, parse_options
 from ktgraph.passes.pipelines import PIPELINES
@@ -214,3 +216,34 @@ def test_instances_and_resuming():
 
 def test_the_default_pipeline_is_well_formed():
     parse_pipeline("default")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef f(:\n", r":2: SyntaxError: "),
+        ("x = 1\n\nx.y\n", r":3: AttributeError: 'int' object has no attribute 'y'"),
+        ("def f():\n    return 1 / 0\nf()\n", r":2: ZeroDivisionError: division by zero"),
+        ("import no_such_module\n", r":1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_an_error_in_a_plugin_names_its_line(text: str, message: str, tmp_path: Path):
+    """It is the user's file that is at fault; mended, it loads."""
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(PipelineError, match=re.escape(str(file)) + message) as error:
+        parse_pipeline(f"{file}:mine")
+    assert user_message(error.value) is not None
+    with pytest.raises(PipelineError):  # not half loaded
+        load_plugin(file)
+    file.write_text("x = 2\n")
+    assert load_plugin(file).x == 2
+
+
+def test_an_error_in_a_users_module_is_no_fault_of_ktgraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "broken_module_of_mine.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownPassError, match="broken_module_of_mine: ZeroDivisionError: div"):
+        parse_pipeline("broken_module_of_mine:Mine")

@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
     if args.prompt is None and args.check is None:
         raise UnsupportedInputError("nothing to do: give a prompt, or --check FILE")
     entries = read_reference(args.check) if args.check is not None else []
+    check_generation(args)
     lowered = lower_model(args)
     say(lowered.memory_need().summary())
     exe = lowered.compile()
@@ -60,6 +61,17 @@ def main(args: argparse.Namespace) -> int:
         status = max(status, check(exe, entries))
     show_passes(lowered)
     return status
+
+
+def check_generation(args: argparse.Namespace) -> None:
+    """Arguments of `generate` that make no sense show before the model is traced and loaded."""
+    from ktgraph.generate import Endings
+    from ktgraph.sampling import Sampling
+
+    Endings.of(args.max_new_tokens, (), args.stop)
+    Sampling(
+        args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
+    )
 
 
 def generate(exe: Compiled, args: argparse.Namespace) -> int:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ktgraph.ir.dims import Dim
-from ktgraph.ir.graph import Attr, Block, Function, Module, Op, Operand, Value, Witness
-from ktgraph.ir.types import Type
-
-Bindings = dict[str, Dim | int | str]
+from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value, Witness
 
 
 def clone_module(module: Module) -> Module:
@@ -69,27 +65,3 @@ def rebind_module(module: Module, dims: dict[str, int]) -> Module:
     copy = clone_module(module)
     copy.dims.update(dims)
     return copy
-
-
-def subst_types(module: Module, bindings: Bindings) -> None:
-    """Replace dim names in every type and attribute, in place."""
-    for weight in module.weights.values():
-        weight.type = weight.type.subst(bindings)
-    for func in module.functions.values():
-        func.attrs = {k: subst_attr(v, bindings) for k, v in func.attrs.items()}
-        for value in func.values():
-            value.type = subst_type(value.type, bindings)
-        for op in func.walk():
-            op.attrs = {k: subst_attr(v, bindings) for k, v in op.attrs.items()}
-
-
-def subst_type(type: Type, bindings: Bindings) -> Type:
-    return type.subst(bindings)
-
-
-def subst_attr(value: Attr, bindings: Bindings) -> Attr:
-    if isinstance(value, Dim):
-        return value.subst(bindings)
-    if isinstance(value, tuple):
-        return tuple(subst_attr(v, bindings) for v in value)
-    return value

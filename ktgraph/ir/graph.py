@@ -152,9 +152,6 @@ class Block:
     def insert_before(self, anchor: Op, op: Op) -> Op:
         return self.insert(self.ops.index(anchor), op)
 
-    def insert_after(self, anchor: Op, op: Op) -> Op:
-        return self.insert(self.ops.index(anchor) + 1, op)
-
     def walk(self) -> Iterator[Op]:
         """Every op here and in nested blocks, in order; safe while the block is edited."""
         for op in list(self.ops):

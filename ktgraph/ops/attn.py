@@ -79,6 +79,7 @@ def sdpa(
     "attn.sdpa_rows(q: f[..., H, A], k: f[...k, G, A], v: f[...k, G, V], batch, sinks: f[H]?;"
     " scale: float, window: int = 0, softcap: float = 0.0) -> f[..., H, V]",
     flops=lambda d: 2.0 * d.attend * d.H * (d.A + d.V),
+    cases=[case(T=1, S=63, H=4, G=2, A=16, V=16), case(T=7, S=130, H=6, G=3, A=64, V=48)],
 )
 def sdpa_rows(
     q: torch.Tensor,

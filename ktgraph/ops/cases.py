@@ -36,7 +36,7 @@ def make_inputs(
     seed: int = 0,
     optional: bool = False,
 ) -> CaseInputs:
-    """Fresh seeded operands of one case; `...` is the token axis [T].
+    """Fresh seeded operands of one case; `...` is the token axis [T], `...k` the cached rows [S].
 
     The batch is ragged (three sequences where T allows) over shuffled pages; unwritten cache rows
     hold NaN.  `optional` also builds the optional operands.
@@ -114,7 +114,10 @@ def _ids(pattern: TensorPattern, sizes: Mapping[str, int], rng: torch.Generator)
 def _shape(pattern: TensorPattern, sizes: Mapping[str, int]) -> list[int]:
     shape: list[int] = []
     for item in pattern.dims:
-        shape += [sizes["T"]] if item.startswith("...") else [parse_dim(item).at(sizes)]
+        if item.startswith("..."):
+            shape.append(sizes["S" if item == "...k" else "T"])
+        else:
+            shape.append(parse_dim(item).at(sizes))
     return shape
 
 

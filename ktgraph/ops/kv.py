@@ -23,7 +23,8 @@ def _flat(x: torch.Tensor, row_rank: int) -> torch.Tensor:
 
 @op(
     "kv.append(kv: kv(f[C, G, A], f[C, G2, V]), k: f[..., G, A], v: f[..., G2, V], batch;"
-    " layer: int) -> kv"
+    " layer: int) -> kv",
+    cases=[case(T=1, S=33, G=1, G2=1, A=16, V=16), case(T=5, G=2, G2=2, A=24, V=16)],
 )
 def append(kv: State, k: torch.Tensor, v: torch.Tensor, batch: Batch, *, layer: int) -> State:
     """Write the new tokens' keys and values to their cache rows."""

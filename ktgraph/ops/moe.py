@@ -114,6 +114,7 @@ def _run_experts(
     ' act: str = "silu", transposed: bool = false, interleaved: bool = false,'
     " alpha: float = 1.702, limit: float = 7.0) -> f[..., D]",
     flops=lambda d: 6.0 * d.tokens * d.K * d.D * d.F,
+    cases=[case(T=1, D=48, E=5, K=2, F=33, W=66), case(T=17, D=64, E=8, K=3, F=40, W=80)],
 )
 def experts(
     x: torch.Tensor,

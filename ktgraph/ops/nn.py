@@ -158,7 +158,11 @@ def gated(
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-@op('nn.act(x: f[...]; act: str = "silu") -> f[...]', flops=lambda d: 4.0 * d.tokens)
+@op(
+    'nn.act(x: f[...]; act: str = "silu") -> f[...]',
+    flops=lambda d: 4.0 * d.tokens,
+    cases=[case(T=1), case(T=33)],
+)
 def act(x: torch.Tensor, *, act: str) -> torch.Tensor:
     """An elementwise activation."""
     return activation(act, x)

@@ -235,13 +235,6 @@ def operand_type(module: Module, operand: Value | WeightRef) -> Type:
     return module.type_of(operand)
 
 
-def op_bindings(module: Module, op: Op) -> Mapping[str, object]:
-    """Signature names of an op bound to its dims (for costs and kernels)."""
-    definition = op_def(op.name)
-    types = [None if o is None else operand_type(module, o) for o in op.operands]
-    return dict(definition.signature.bind(types, definition.signature.full_attrs(op.attrs)).dims)
-
-
 __all__ = [
     "CostDims",
     "KernelDef",
@@ -258,7 +251,6 @@ __all__ = [
     "kernels_for",
     "no",
     "op",
-    "op_bindings",
     "op_def",
     "register_kernel",
 ]

@@ -86,9 +86,6 @@ class Match:
         inside = list(self.ops.values())
         return [user for user in self.value(name).users if user not in inside]
 
-    def only_used_here(self, name: str) -> bool:
-        return not self.outside_users(name)
-
 
 @dataclass(frozen=True)
 class Miss:

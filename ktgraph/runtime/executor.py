@@ -89,6 +89,10 @@ class Executor:
         """Calls that one run of the phase makes: native ones, and Python kernels."""
         return len(self._phases[phase].segments)
 
+    def native_plans(self, phase: str) -> list[Any]:
+        """The engine's plans of a phase, in order."""
+        return self._phases[phase].native_plans
+
     def window(self, phase: str, slot: Slot, tokens: int, rows: int) -> torch.Tensor:
         """A tensor over a slot's bytes, for arguments and results."""
         plan = self.plan.phase(phase)
@@ -157,6 +161,10 @@ class _BoundPhase:
             start(call.tokens, call.rows, call.native)
 
         return native
+
+    @property
+    def native_plans(self) -> list[Any]:
+        return list(self._native.values())
 
     def _native_plan(self, part: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native

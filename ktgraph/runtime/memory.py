@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.cache import CacheShape, row_nbytes
-from ktgraph.runtime.operands import Instruction, TensorRef, WeightUse
+from ktgraph.runtime.native import CallBounds, NativeOperandError, Trial
+from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
-from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.plan import PhasePlan, Plan, PlanError, op_line
 from ktgraph.target.description import round_size
 
-_SLICE = 512  # tokens that the expert kernels take at a time
-_THREAD_SCRATCH = 4 << 20  # bytes of one thread's panels and chunks, rounded up
 _HEADROOM = 0.95  # share of the available memory that may be used
 
 
@@ -54,13 +53,16 @@ class MemoryNeed:
 
 
 def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
-    """What the plan takes with a cache of this shape."""
+    """What the plan takes with a cache of this shape; raises PlanError when it cannot run."""
+    kv = cache.sequence_rows
     terms = [
         *_weight_terms(plan.uses()),
         Term("cache", f"{cache.rows} rows of {_row(plan)} bytes", cache.rows * _row(plan)),
         Term("activations", f"arena for {_tokens(plan)} tokens a call", plan.arena_nbytes),
         Term(
-            "workspace", f"kernels' scratch, {threads} threads (estimate)", _scratch(plan, threads)
+            "workspace",
+            f"kernels' scratch, {threads} threads, texts of {kv} rows",
+            _scratch(plan, threads, kv),
         ),
     ]
     return MemoryNeed(tuple(sorted(terms, key=lambda t: -t.nbytes)))
@@ -85,25 +87,24 @@ def _tokens(plan: Plan) -> int:
     return max((p.arena.sizes.tokens for p in plan.phases), default=0)
 
 
-def _scratch(plan: Plan, threads: int) -> int:
-    shared = [
-        _shared_scratch(item, phase.arena.sizes.tokens)
-        for phase in plan.phases
-        for item in phase.instructions
-    ]
-    return max(shared, default=0) + threads * _THREAD_SCRATCH
+def _scratch(plan: Plan, threads: int, kv: int) -> int:
+    """The phases run one at a time, on the same threads, whose scratch only grows."""
+    return max((_phase_scratch(plan, p, threads, kv) for p in plan.phases), default=0)
 
 
-def _shared_scratch(item: Instruction, tokens: int) -> int:
-    """Staged inputs and, for MLPs, the hidden rows of a slice of tokens, in f32."""
-    last = [o.view.dims[-1] for o in item.operands if isinstance(o, TensorRef)]
-    widths = [d.const() for d in last if d.is_const]  # token ids are [T]
-    hidden = [u.type.dims[-1].const() for u in item.operands if isinstance(u, WeightUse)]
-    if item.kernel not in ("cpu.grouped_mlp", "cpu.swiglu") or not hidden:
-        return 4 * tokens * max(widths, default=0)
-    rows = min(tokens, _SLICE)
-    per_token = widths[1] if item.kernel == "cpu.grouped_mlp" else 1
-    return 4 * rows * (widths[0] + per_token * (max(hidden) + 16))
+def _phase_scratch(plan: Plan, phase: PhasePlan, threads: int, kv: int) -> int:
+    items = [i for i in phase.instructions if i.is_native]
+    if not items:
+        return 0
+    sizes, trial = phase.arena.sizes, Trial()
+    new = sizes.tokens if phase.max_q is None else min(phase.max_q, sizes.tokens)
+    most = CallBounds(sizes.tokens, sizes.rows, sizes.batch, new, kv)
+    try:
+        return trial.scratch(items, plan.module.dims, most, threads)
+    except (NativeOperandError, ValueError, TypeError) as error:
+        refused = [i for i in items if trial.refusal([i], plan.module.dims)]
+        where = "".join(f"\n  in: {op_line(phase, i)}" for i in refused[:1])
+        raise PlanError(f"{error}{where}") from error
 
 
 def choose_cache(plan: Plan, options: CompileOptions, available: int, threads: int) -> CacheShape:
@@ -116,8 +117,8 @@ def choose_cache(plan: Plan, options: CompileOptions, available: int, threads: i
     if options.cache_rows is not None:
         return CacheShape(size, max(1, -(-options.cache_rows // size)), options.context)
     one = -(-options.context // size)
-    without = memory_need(plan, CacheShape(size, 0, options.context), threads).total
-    room = int(available * _HEADROOM) - without
+    least = memory_need(plan, CacheShape(size, one, options.context), threads)
+    room = int(available * _HEADROOM) - (least.total - least.of("cache"))
     affordable = room // max(1, size * _row(plan))
     return CacheShape(size, max(one, min(one * options.max_batch, affordable)), options.context)
 
@@ -142,7 +143,7 @@ def _advice(need: MemoryNeed) -> str:
         "weights": 'Compile with quantize="int4(group=64)" (or "int8"), or use a smaller model',
         "cache": "Compile with a smaller cache_rows, context or max_batch",
         "activations": "Compile with a smaller max_tokens",
-        "workspace": "Compile with a smaller max_tokens or fewer threads",
+        "workspace": "Compile with a smaller max_tokens, context or max_batch, or fewer threads",
     }[most]
 
 

@@ -94,24 +94,61 @@ def native_state(
     return load_native().State(dtypes.pop(), layers, pages, page_size, rows, list(parts))
 
 
-# -- a trial run of Plan.add, so that `lower` knows what the engine will say ----------------------
+# -- a trial run of Plan.add: what the engine would say, and what it would take -------------------
+@dataclass(frozen=True)
+class CallBounds:
+    """The largest call of a phase; kv: rows of its longest sequence."""
+
+    tokens: int
+    rows: int
+    sequences: int
+    new: int
+    kv: int
+
+
 class Trial:
     """Adds instructions to a plan that never runs, over addresses that nothing reads."""
 
     def __init__(self) -> None:
         self._engine = load_native().Engine(1)
 
+    def scratch(
+        self,
+        items: Sequence[Instruction],
+        sizes: Mapping[str, int],
+        most: CallBounds,
+        threads: int,
+    ) -> int:
+        """Bytes of scratch that any call within the bounds takes.
+
+        A smaller call may need more: with few queries, attention divides the keys among threads
+        and keeps their partial results.  How many queries count is a sum of a term in T and the
+        number of sequences, so every T and then every number of sequences covers every sum.
+        """
+        plan = self._plan(items, sizes)
+        calls = [(t, 1) for t in range(1, most.tokens + 1)]
+        calls += [(most.tokens, q) for q in range(2, most.sequences + 1)]
+        found = [
+            plan.scratch(t, min(t, most.rows), q, min(t, most.new), most.kv, threads)
+            for t, q in calls
+        ]
+        return max(shared for shared, _ in found) + threads * max(local for _, local in found)
+
     def refusal(self, items: Sequence[Instruction], sizes: Mapping[str, int]) -> str:
         """Why the engine would not take these instructions; an empty string when it would."""
-        at = Addresses(lambda root: 0, _trial_weight, lambda use: _trial_state(use, sizes))
-        plan = load_native().Plan(self._engine)
         try:
-            for item in items:
-                operands = [native_operand(o, at) for o in item.operands]
-                plan.add(item.kernel, operands, dict(item.attrs))
+            self._plan(items, sizes)
         except (NativeOperandError, ValueError, TypeError) as error:
             return str(error).split(". Signature:")[0]
         return ""
+
+    def _plan(self, items: Sequence[Instruction], sizes: Mapping[str, int]) -> Any:
+        at = Addresses(lambda root: 0, _trial_weight, lambda use: _trial_state(use, sizes))
+        plan = load_native().Plan(self._engine)
+        for item in items:
+            operands = [native_operand(o, at) for o in item.operands]
+            plan.add(item.kernel, operands, dict(item.attrs))
+        return plan
 
 
 def _trial_weight(use: WeightUse) -> Any:
@@ -128,6 +165,7 @@ def _trial_state(use: StateUse, sizes: Mapping[str, int]) -> Any:
 
 __all__ = [
     "Addresses",
+    "CallBounds",
     "NativeOperandError",
     "Trial",
     "dense_dtype",

@@ -96,17 +96,6 @@ class Plan:
         known = ", ".join(p.name for p in self.phases)
         raise PlanError(f"the plan has no phase @{name} (phases: {known})")
 
-    def phase_for(self, most_new: int) -> PhasePlan:
-        """The phase with the smallest bound that serves `most_new` tokens of one sequence.
-
-        Where none does, the one with the largest bound: longer requests are cut to it.
-        """
-        bounded = [(float("inf") if p.max_q is None else p.max_q, p) for p in self.phases]
-        fitting = [b for b in bounded if b[0] >= most_new]
-        if fitting:
-            return min(fitting, key=lambda b: b[0])[1]
-        return max(bounded, key=lambda b: b[0])[1]
-
     def uses(self) -> list[WeightUse]:
         """Every weight in every form that a phase reads, each once, in order of first use."""
         found: dict[str, WeightUse] = {}

@@ -16,7 +16,7 @@ import platform
 import struct
 import zipfile
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
@@ -25,6 +25,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ktgraph.errors import KtgraphError
 from ktgraph.ir.graph import Module
@@ -43,6 +44,7 @@ from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import WeightSource
 
 FORMAT = 1
+_Bytes = NDArray[np.uint8]
 _ALIGN = 64
 _PAD_ID = 0xD935  # the extra field by which archives are aligned
 _TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
@@ -102,7 +104,7 @@ def save_plan(
     extras: Mapping[str, str] | None = None,
     packed: bool = True,
 ) -> None:
-    """Write a .ktplan, whole or not at all.
+    """Write a .ktplan, whole or not at all; raises PlanFileError when there is no such folder.
 
     fingerprint: of the weights' source.  target: TOML.  extras: further texts by member name.
     packed: also the packed weights; without them loading needs the model and packs again.
@@ -114,7 +116,7 @@ def save_plan(
         "pipeline.txt": pipeline,
         "options.json": _json(asdict(options)),
         "target.toml": target,
-        "weights.json": _json(_describe_weights(plan, fingerprint, places)),
+        "weights.json": _json(_describe_weights(plan, fingerprint, places, weights)),
         "env.json": _json(environment(plan)),
         **{_extra_name(k): v for k, v in (extras or {}).items()},
     }
@@ -131,7 +133,11 @@ def _extra_name(name: str) -> str:
     return name
 
 
-_MOST_CHECKED = 2 << 30  # bytes: larger files are mapped unread, a checksum would take minutes
+# Larger packed bytes are checked in samples: to read all of them would take minutes, while a start
+# reads only what it needs.  Samples find what happens to large files: a download that stopped or
+# left holes, a file pieced together from two, a weight that was written over.
+_MOST_CHECKED = 2 << 30  # bytes
+_SAMPLE, _STRIDE = 4096, 4 << 20  # bytes of a sample, and from one to the next inside a weight
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,30 @@ def _places(uses: Sequence[WeightUse]) -> list[_Place]:
     return places
 
 
-def _describe_weights(plan: Plan, fingerprint: str, places: Sequence[_Place]) -> dict[str, object]:
+def _describe_weights(
+    plan: Plan, fingerprint: str, places: Sequence[_Place], weights: LoadedWeights
+) -> dict[str, object]:
     declared = [print_weight(w) for w in plan.module.weights.values()]
     return {
         "fingerprint": fingerprint,
         "weights": declared,
         "packed": [asdict(p) for p in places],
+        "samples": _samples(_bytes_of(weights, p) for p in places),
     }
+
+
+def _bytes_of(weights: LoadedWeights, place: _Place) -> _Bytes:
+    return weights.tensors[place.key].reshape(-1).view(torch.uint8).numpy()
+
+
+def _samples(parts: Iterable[_Bytes]) -> str:
+    """A digest of the bytes at the start, every `_STRIDE` and the end of each part."""
+    digest = hashlib.sha256()
+    for part in parts:
+        starts = [*range(0, part.size, _STRIDE), max(0, part.size - _SAMPLE)]
+        for start in starts:
+            digest.update(part[start : start + _SAMPLE].data)
+    return digest.hexdigest()
 
 
 def _write_packed(
@@ -173,14 +196,17 @@ def _write_packed(
     info.extra = struct.pack("<HH", _PAD_ID, pad) + bytes(pad)
     with archive.open(info, "w", force_zip64=True) as file:
         for place in places:
-            data = weights.tensors[place.key].reshape(-1).view(torch.uint8).numpy()
-            file.write(data.data)
+            file.write(_bytes_of(weights, place).data)
             file.write(bytes(-place.nbytes % _ALIGN))
 
 
 @contextmanager
 def _replacing(path: Path) -> Generator[IO[bytes]]:
     """A file that takes the place of `path` when all is written."""
+    if path.is_dir():
+        raise PlanFileError(f"{path} is a folder: give the name of a file in it")
+    if not path.parent.is_dir():
+        raise PlanFileError(f"{path}: there is no folder {path.parent}: make it first")
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -388,7 +414,12 @@ def _map_packed(
     if start % _ALIGN or start + info.file_size > path.stat().st_size:
         raise _damaged(path, f"{_PACKED} is not where it should be")
     mapped = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
-    if info.file_size <= _MOST_CHECKED and zlib.crc32(mapped.data) != info.CRC:
+    if info.file_size <= _MOST_CHECKED:
+        is_whole = zlib.crc32(mapped.data) == info.CRC
+    else:
+        parts = (mapped[p.offset : p.offset + p.nbytes] for p in _places(plan.uses()))
+        is_whole = _samples(parts) == described.get("samples")
+    if not is_whole:
         raise _damaged(path, f"the bytes of {_PACKED} have changed")
     _read_ahead(mapped)
     whole = torch.as_tensor(mapped)

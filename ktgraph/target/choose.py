@@ -100,6 +100,11 @@ def resolve_target(spec: str | Path | Target = "auto") -> Target:
     """
     if isinstance(spec, Target):
         return spec
+    if not isinstance(spec, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TargetError(
+            f"target={spec!r}: expected one of {', '.join(WORDS)}, a target's name or file, or a "
+            "Target"
+        )
     if spec == "auto":
         return hybrid() if gpu_names() else cpu()
     if spec == "cpu":

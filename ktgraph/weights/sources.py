@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -300,17 +300,10 @@ class RandomSource:
         return digest.hexdigest()[:32]
 
 
-def expert_tensors(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
-    """The entries of a stacked tensor one after another, each read when its turn comes."""
-    for expert in range(source.shape(name)[0]):
-        yield source.get(name, expert=expert)
-
-
 __all__ = [
     "ModelSource",
     "RandomSource",
     "SafetensorsSource",
     "WeightSource",
     "WeightSourceError",
-    "expert_tensors",
 ]

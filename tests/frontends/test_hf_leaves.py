@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from ktgraph.frontends import probes
+from ktgraph.frontends import leaf_ops, probes
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.frontends.hf_build import real_buffers
@@ -180,3 +180,11 @@ def test_unknown_operator_names_its_place(kit: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(source.Qwen3MoeRMSNorm, "forward", forward)
     with pytest.raises(UnsupportedModelError, match=r"input_layernorm.*erfinv.*no import rule"):
         trace_hf_full(kit.config("qwen3_moe"), witnesses=False)
+
+
+def test_gpt_oss_gates_round_as_transformers(kit: Any) -> None:
+    """In bfloat16 the order of the products shows."""
+    experts = kit.build("gpt_oss", torch.bfloat16).model.layers[0].mlp.experts
+    both = (torch.randn(50, 48) * 5).bfloat16()
+    got = leaf_ops.gated(both[..., ::2], both[..., 1::2], "swiglu_clamped")
+    assert torch.equal(got, experts._apply_gate(both))

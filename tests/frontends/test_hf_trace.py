@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +126,33 @@ def test_bfloat16_model(kit: Any) -> None:
     model = kit.build("qwen3_moe", torch.bfloat16)
     module = kit.trace("qwen3_moe", torch.bfloat16).module
     assert str(module.weights["lm_head"].type) == "bf16[96, 64]"
-    ids = torch.randint(3, 96, (2, 7))
-    got = kit.run(module, kit.source(model), ids, [5, 1, 1])
+    ids = torch.randint(3, 96, (16, 16))
+    got = kit.run(module, kit.source(model), ids, [12, 1, 1, 1, 1])
     assert got.dtype == torch.bfloat16
-    # routing may flip on rounding: compare with what eager in bfloat16 loses itself
-    want = kit.eager(kit.build("qwen3_moe").eval(), ids)
-    assert kit.nmse(got, want) < 10 * kit.nmse(kit.eager(model, ids), want) + 1e-3
+    want = kit.eager(kit.build("qwen3_moe"), ids)
+    ours, theirs = (_errors_by_token(x, want) for x in (got, kit.eager(model, ids)))
+    # Rounding flips the router's choice for a few tokens of either, which says nothing: the middle
+    # token must lose no more than eager in bfloat16 loses itself, in prefill and in decode.
+    for part in (slice(0, 12), slice(12, 16)):
+        assert ours[:, part].median() < 2 * theirs[:, part].median()
+
+
+def _errors_by_token(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """NMSE of each token's logits, [b, s]."""
+    difference = got.double() - want.double()
+    return difference.square().sum(-1) / want.double().square().sum(-1)
+
+
+def test_a_model_cast_as_a_whole_keeps_its_names(kit: Any) -> None:
+    """`model.to(bfloat16)` casts the rope tables too; the traces at other sizes must follow."""
+    model = copy.deepcopy(kit.build("qwen3_moe")).to(torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace = trace_hf_full(model)
+    assert len(trace.module.witnesses) == 2
+    table = next(w for name, w in trace.module.weights.items() if "inv_freq" in name)
+    assert "bf16" in str(table.type)
 
 
 def test_computing_wider_than_stored(kit: Any) -> None:

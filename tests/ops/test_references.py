@@ -12,8 +12,19 @@ IDS = [f"{name}-{'-'.join(f'{k}{v}' for k, v in sizes.items())}" for name, sizes
 
 
 def _tensors(found: object) -> list[torch.Tensor]:
+    """Result tensors, the parts of a cache included: of those, the rows that were written."""
     results = found if isinstance(found, tuple) else (found,)
-    return [r for r in results if isinstance(r, torch.Tensor)]
+    given: list[torch.Tensor] = []
+    for result in results:
+        assert isinstance(result, (torch.Tensor, State))
+        given += [result] if isinstance(result, torch.Tensor) else map(_written, result.parts)
+    return given
+
+
+def _written(part: torch.Tensor) -> torch.Tensor:
+    """[rows, *row] of a cache part; rows never written are NaN throughout."""
+    rows = part.flatten(0, 1)
+    return rows[~rows.isnan().flatten(1).all(1)]
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=IDS)
@@ -24,7 +35,9 @@ def test_reference_is_finite_and_float64_agrees(name: str, sizes: dict[str, int]
     double = make_inputs(definition, sizes, seed=3, dtype=torch.float64, optional=optional)
     low = _tensors(definition.reference(*single.operands, **single.attrs))
     high = _tensors(definition.reference(*double.operands, **double.attrs))
+    assert low
     for a, b in zip(low, high, strict=True):
+        assert a.numel()
         assert torch.isfinite(a.double()).all()
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
 
@@ -32,6 +45,16 @@ def test_reference_is_finite_and_float64_agrees(name: str, sizes: dict[str, int]
 def test_every_op_with_flops_has_cases_and_a_docstring():
     for definition in all_ops().values():
         assert definition.doc, definition.name
+        assert definition.cases or definition.flops is None, definition.name
+
+
+def test_every_op_that_writes_the_cache_has_cases():
+    writers = [
+        d for d in all_ops().values() if any(isinstance(r, str) for r in d.signature.results)
+    ]
+    assert {d.name for d in writers} >= {"kv.append", "kv.append_latent", "kv.rope_append"}
+    for definition in writers:
+        assert definition.cases, definition.name
 
 
 def test_append_writes_only_its_rows():

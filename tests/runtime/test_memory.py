@@ -12,6 +12,7 @@ from lowered_models import MODELS, NATIVE, OPTIONS, lower, make_pair
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime import runner as runner_module
+from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
@@ -44,6 +45,38 @@ def test_bytes_from_types_are_those_loaded(name: str, quantize: str | None) -> N
         assert executor.weights.tensors[use.key].nbytes == use_nbytes(use)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("context", [64, 4000, 100_000])
+@pytest.mark.parametrize("name", MODELS)
+def test_scratch_covers_every_call(name: str, context: int, threads: int) -> None:
+    """The engine is asked for every size of call; the need is the largest answer, not less."""
+    runner = make_pair(name, max_tokens=37).runner
+    shape = CacheShape(4, context // 4 * OPTIONS.max_batch, context)
+    told = memory_need(runner.plan, shape, threads).of("workspace")
+    calls = [
+        native.scratch(t, min(t, phase.arena.sizes.rows), q, min(t, new), context, threads)
+        for phase in runner.plan.phases
+        for native in runner.executor.native_plans(phase.name)
+        for new in [min(phase.max_q or 37, phase.arena.sizes.tokens)]
+        for q in range(1, phase.arena.sizes.batch + 1)
+        for t in range(q, phase.arena.sizes.tokens + 1)
+    ]
+    needed = max(shared + threads * local for shared, local in calls)
+    assert needed <= told <= 1.5 * needed
+
+
+def test_long_texts_are_told_before_loading() -> None:
+    """Decoding a long text divides its keys among the threads: partial results by chunk."""
+    given = plan("gqa", context=1_000_000, cache_rows=1_000_000)
+    short, long = (
+        memory_need(given, CacheShape(4, rows // 4, rows), 16) for rows in (4000, 1_000_000)
+    )
+    assert long.of("workspace") > 100 * short.of("workspace")
+    available = long.total - long.of("workspace") // 2
+    with pytest.raises(MemoryBudgetError, match="texts of 1000000 rows"):
+        check_memory(long, available)
+
+
 def test_int4_is_smaller() -> None:
     plans = [plan(quantize=q) for q in (None, "int8", "int4(group=32)")]
     sizes = [sum(map(use_nbytes, p.uses())) for p in plans]
@@ -73,19 +106,19 @@ def test_the_cache_is_what_memory_has_room_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "advice"),
+    ("change", "threads", "advice"),
     [
-        ({}, "max_tokens or fewer threads"),
-        ({"cache_rows": 10**9}, "cache_rows, context or max_batch"),
+        ({}, 64, "max_tokens, context or max_batch, or fewer threads"),
+        ({"cache_rows": 10**9}, 1, "smaller cache_rows, context or max_batch$"),
     ],
 )
-def test_too_large_says_what_is_large(change: dict[str, int], advice: str) -> None:
+def test_too_large_says_what_is_large(change: dict[str, int], threads: int, advice: str) -> None:
     given, options = plan(), replace(OPTIONS, **change)
-    need = memory_need(given, choose_cache(given, options, 10, 1), 1)
+    need = memory_need(given, choose_cache(given, options, 10, threads), threads)
     with pytest.raises(MemoryBudgetError, match=advice) as caught:
-        check_memory(need, 1 << 20)
+        check_memory(need, 100 << 10)
     text = str(caught.value)
-    assert "1 MiB are available" in text
+    assert "100 KiB are available" in text
     assert need.terms[0].name in text
     check_memory(need, 2 * need.total)
 
@@ -99,6 +132,6 @@ def test_nothing_is_loaded_when_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(source, "get", loaded)
-    monkeypatch.setattr(runner_module, "probe_memory", lambda: MemoryInfo(GIB, 1 << 20, None))
+    monkeypatch.setattr(runner_module, "probe_memory", lambda: MemoryInfo(GIB, 100 << 10, None))
     with pytest.raises(MemoryBudgetError, match="The largest terms"):
         Runner.load(module, source, OPTIONS)

@@ -13,7 +13,7 @@ import torch
 from lowered_models import MIXED, Pair, make_pair, prompts
 
 from ktgraph.pass_api import Pass
-from ktgraph.runtime import packed
+from ktgraph.runtime import packed, planfile
 from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
 from ktgraph.weights import encodings, evaluate
 from ktgraph.weights.sources import RandomSource
@@ -201,6 +201,38 @@ def test_changed_weights_are_refused(saved: Path) -> None:
     saved.write_bytes(data)
     with pytest.raises(PlanFileError, match=r"the bytes of packed.bin have changed"):
         load_plan(saved)
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_large_files_are_checked_in_samples(
+    mla: Pair, tmp_path: Path, number: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if these few kilobytes were more than 2 GiB: any weight, at both ends and in between."""
+    monkeypatch.setattr(planfile, "_MOST_CHECKED", 0)
+    monkeypatch.setattr(planfile, "_SAMPLE", 8)
+    monkeypatch.setattr(planfile, "_STRIDE", 64)
+    path = save(mla, tmp_path / "large.ktplan")
+    loaded = load_plan(path)
+    assert logits(loaded.runner()).isfinite().all()
+    with zipfile.ZipFile(path) as archive:
+        places = json.loads(archive.read("weights.json"))["packed"]
+        start = planfile._data_offset(path, archive.getinfo("packed.bin"))
+    found = places[number]
+    inside = {"first": 0, "middle": found["nbytes"] // 128 * 64, "last": found["nbytes"] - 1}
+    data = bytearray(path.read_bytes())
+    data[start + found["offset"] + inside[place]] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(PlanFileError, match=r"the bytes of packed.bin have changed"):
+        load_plan(path)
+
+
+def test_saving_where_no_file_can_be(mla: Pair, tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match=rf"there is no folder {tmp_path / 'none'}: make it"):
+        save(mla, tmp_path / "none" / "m.ktplan")
+    with pytest.raises(PlanFileError, match="is a folder: give the name of a file in it"):
+        save(mla, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from ktgraph.weights.sources import (
     SafetensorsSource,
     WeightSource,
     WeightSourceError,
-    expert_tensors,
 )
 
 SIZES: dict[str, Any] = {
@@ -74,15 +73,12 @@ def test_folder_gives_what_the_model_holds(name: str, tmp_path: Path) -> None:
     assert isinstance(by_folder, WeightSource)
 
 
-@pytest.mark.parametrize("experts", ["given", "one by one"])
-def test_experts_and_rows(folder: Path, experts: str) -> None:
+def test_experts_and_rows(folder: Path) -> None:
     source = SafetensorsSource(folder)
     whole = source.get(EXPERTS)
     assert source.shape(EXPERTS) == (11, 48, 32)
-    one = list(expert_tensors(source, EXPERTS)) if experts == "one by one" else None
     for e in (0, 2, 10):
-        part = source.get(EXPERTS, expert=e) if one is None else one[e]
-        assert torch.equal(part, whole[e])
+        assert torch.equal(source.get(EXPERTS, expert=e), whole[e])
         rows = source.get(EXPERTS, expert=e, rows=slice(20, 29))
         assert torch.equal(rows, whole[e, 20:29])
     assert torch.equal(
