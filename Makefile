@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make format | make clean | make distclean
+# make demo | make test | make lint | make format | make sanitize | make clean | make distclean
 # (everything lives in .venv/ and build/)
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,15 +14,35 @@ DEMO_PROMPT = Once upon a time there lived in a small house near the forest a po
 DEMO = ktgraph run $(DEMO_MODEL) "$(DEMO_PROMPT)" --max-new-tokens 80 --dump ktg_dump --check $(DEMO_MODEL)/reference.json
 PYTEST_ARGS ?= -n auto
 
-.PHONY: help demo test lint format clean distclean check-tools
+# Random calls of the engine, without Python (tests/cpu_kernels/stress): bits must not depend on threads.
+STRESS_CALLS ?= 100
+SANITIZE_CALLS ?= 10000
+CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
+
+.PHONY: help demo test stress sanitize sanitize-address sanitize-thread lint format clean distclean check-tools
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 demo: $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed stress
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# In the newest build folder of the package, whose kernel objects it shares.
+stress: $(VENV)/.installed
+	build=$$(ls -dt build/cp*/ | head -1) && $(CMAKE) --build $$build --target ktg_stress && $$build/ktg_stress $(STRESS_CALLS)
+
+# The same under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
+sanitize: sanitize-address sanitize-thread
+
+sanitize-address: export ASAN_OPTIONS = detect_stack_use_after_return=1
+sanitize-address: export UBSAN_OPTIONS = print_stacktrace=1
+sanitize-thread: export TSAN_OPTIONS = halt_on_error=1
+sanitize-address sanitize-thread: sanitize-%: $(VENV)/.dependencies
+	CXX="$(CXX)" $(CMAKE) -G Ninja -DKTGRAPH_SANITIZE=$* -S . -B build/sanitize-$*
+	$(CMAKE) --build build/sanitize-$* --target ktg_stress
+	build/sanitize-$*/ktg_stress $(SANITIZE_CALLS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -32,7 +52,7 @@ lint: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find cpu_kernels -name '*.cpp' -o -name '*.h' | xargs -r $(BIN)/clang-format -i
+	find cpu_kernels tests/cpu_kernels -name '*.cpp' -o -name '*.h' | xargs -r $(BIN)/clang-format -i
 
 clean:
 	rm -rf build dist ktg_dump .pytest_cache .ruff_cache .hypothesis

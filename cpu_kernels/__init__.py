@@ -12,10 +12,16 @@ from typing import Any
 
 __all__ = [
     "BATCH",
+    "REPLY_FAILED",
+    "RUN_CALL",
+    "SUBMIT_CALL",
+    "WAIT_CALL",
     "Batch",
+    "Call",
     "Engine",
     "NativeMissingError",
     "Plan",
+    "Service",
     "State",
     "Tensor",
     "Weight",
@@ -24,10 +30,14 @@ __all__ = [
     "isa_info",
     "kernels",
     "load_native",
+    "node_slices",
+    "numa_node_of",
+    "numa_place",
     "pack_into",
     "packed_nbytes",
     "quantize",
     "self_check",
+    "topology",
     "unpack",
 ]
 

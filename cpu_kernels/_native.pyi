@@ -62,9 +62,21 @@ class BatchMarker: ...
 BATCH: BatchMarker
 
 class Engine:
-    """Persistent threads; the caller is one of them. threads=0: one per allowed CPU."""
+    """Persistent threads; the caller is one of them. threads=0: one per allowed CPU.
 
-    def __init__(self, threads: int = 0, cpus: list[int] | None = None, isa: str = "") -> None: ...
+    While a run lasts, the caller is kept on cpus[0]. nodes: the memory node of each thread
+    (default: as the system says).
+    """
+
+    def __init__(
+        self,
+        threads: int = 0,
+        cpus: list[int] | None = None,
+        isa: str = "",
+        nodes: list[int] | None = None,
+    ) -> None: ...
+    @property
+    def nodes(self) -> list[int]: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -83,12 +95,97 @@ class Plan:
         attrs: dict[str, int | float | str | bool] = ...,
     ) -> int: ...
     def run(self, T: int, O: int = 0, batch: Batch | None = None) -> None: ...
+    def submit(self, T: int, O: int = 0, batch: Batch | None = None) -> Call:
+        """Runs without the caller and without the GIL, after what was submitted before.
+
+        The batch is copied; operands must stay alive until the call is done. Dropping the Call
+        waits for it.
+        """
+
+    def prepare(self, T: int = 0, O: int = 0, batch: Batch | None = None, header: int = 0) -> Call:
+        """A Call not yet submitted. header: address of int32 T and O, read as each run starts."""
+
+    def serve(
+        self,
+        request: int,
+        reply: int,
+        header: int = 0,
+        T: int = 0,
+        O: int = 0,
+        batch: Batch | None = None,
+        spin_us: float = 200.0,
+    ) -> Service:
+        """A started Service with one mailbox; see Service.add."""
+
     def run_timed(self, T: int, O: int = 0, batch: Batch | None = None) -> list[float]: ...
     def scratch(
         self, T: int, O: int, sequences: int, max_new: int, max_kv: int, threads: int
     ) -> tuple[int, int]: ...
     def kernel(self, i: int) -> str: ...
     def __len__(self) -> int: ...
+
+class Call:
+    """A plan with its sizes, to run any number of times, one run at a time.
+
+    `address` is the argument of the C functions `RUN_CALL`, `SUBMIT_CALL` and `WAIT_CALL` (fit for
+    cudaLaunchHostFunc): run on the calling thread; queue and return; return when done.
+    """
+
+    def set(self, T: int = 0, O: int = 0, batch: Batch | None = None, header: int = 0) -> None:
+        """Sizes of the runs to come; RuntimeError while one is pending."""
+
+    def submit(self) -> None: ...
+    def run(self) -> None:
+        """On the calling thread; wait() tells whether it failed."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Returns when the run is done; RuntimeError with what it failed with."""
+
+    @property
+    def address(self) -> int: ...
+
+RUN_CALL: int
+SUBMIT_CALL: int
+WAIT_CALL: int
+
+class Service:
+    """A thread that watches mailboxes in memory and answers each request by running its plan.
+
+    It spins for spin_us microseconds after the last request, then looks ever more rarely, down to
+    once a millisecond.
+    """
+
+    def __init__(self, engine: Engine, spin_us: float = 200.0) -> None: ...
+    def add(
+        self,
+        plan: Plan,
+        request: int,
+        reply: int,
+        header: int = 0,
+        T: int = 0,
+        O: int = 0,
+        batch: Batch | None = None,
+    ) -> None:
+        """request, reply: addresses of uint32 words, of header: int32 T and O (else as given).
+
+        A request is a value in 1 .. 2**30 - 1; the service sets it back to 0, runs the plan, and
+        writes the value to reply, plus REPLY_FAILED if this run or one before it failed.
+        """
+
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """Ends after the request being answered; RuntimeError as check()."""
+
+    def check(self) -> None:
+        """RuntimeError with the first failure since start()."""
+
+    @property
+    def running(self) -> bool: ...
+    @property
+    def served(self) -> int: ...
+
+REPLY_FAILED: int
 
 def packed_nbytes(
     format: str, rows: int, cols: int, group: int = 0, count: int = 1, gate_up: bool = False
@@ -118,5 +215,32 @@ def unpack(
 ) -> NDArray[Any]: ...
 def empty_packed(nbytes: int) -> NDArray[uint8]: ...
 def isa_info() -> dict[str, Any]: ...
-def default_cpus() -> list[int]: ...
+def default_cpus(root: str = "") -> list[int]:
+    """CPUs in an Engine's order: one per core first, nodes in turn.
+
+    root: a folder with another machine's /proc and /sys (for tests).
+    """
+
+def topology(root: str = "") -> dict[str, Any]:
+    """cpus: (number, lowest CPU of its core, memory node); nodes; quota in CPUs, 0.0 is none."""
+
+def node_slices(
+    format: str,
+    rows: int,
+    cols: int,
+    group: int = 0,
+    count: int = 1,
+    gate_up: bool = False,
+    nodes: int = 1,
+) -> list[tuple[int, int, int]]:
+    """(begin, end, node) in bytes of a packed stack: each node's share of every matrix."""
+
+def numa_place(
+    address: int, nbytes: int, slices: list[tuple[int, int, int]], nodes: list[int]
+) -> str:
+    """Binds slices to memory nodes (by the system's numbers); '' or why the system refused."""
+
+def numa_node_of(address: int) -> int:
+    """Memory node of the page at an address that was touched; -1 when the system refuses."""
+
 def kernels() -> dict[str, str]: ...

@@ -14,10 +14,14 @@
 #include <cstring>
 #include <memory>
 
+#include "call.h"
 #include "engine.h"
 #include "isa.h"
+#include "numa.h"
 #include "pack.h"
 #include "program.h"
+#include "service.h"
+#include "topology.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -146,6 +150,12 @@ void check(const PyBatch& b) {
   }
 }
 
+void point(PyBatch& b) {
+  BatchArg& v = b.view;
+  v.tok_seq = b.tok_seq.data(), v.tok_pos = b.tok_pos.data(), v.seq_start = b.seq_start.data();
+  v.kv_len = b.kv_len.data(), v.block_table = b.table.data(), v.out_rows = b.out_rows.data();
+}
+
 void set_batch(PyBatch& b, const Ints& tok_seq, const Ints& tok_pos, const Ints& seq_start,
                const Ints& kv_len, const Ints& block_table, const Ints& out_rows) {
   PyBatch n;
@@ -166,9 +176,7 @@ void set_batch(PyBatch& b, const Ints& tok_seq, const Ints& tok_pos, const Ints&
             nullptr};
   check(n);
   b = std::move(n);
-  BatchArg& v = b.view;
-  v.tok_seq = b.tok_seq.data(), v.tok_pos = b.tok_pos.data(), v.seq_start = b.seq_start.data();
-  v.kv_len = b.kv_len.data(), v.block_table = b.table.data(), v.out_rows = b.out_rows.data();
+  point(b);
 }
 
 Operand operand_of(nb::handle h) {
@@ -223,6 +231,73 @@ std::vector<double> time_plan(Program& p, long tokens, long rows, const PyBatch*
   }
   seconds.pop_back();
   return seconds;
+}
+
+// With a copy of the batch: Python may set the next one while this call is pending.
+CallSizes call_sizes(long tokens, long rows, const PyBatch* batch, uintptr_t header) {
+  CallSizes s;
+  s.tokens = tokens, s.rows = rows;
+  if (header % 4) bad("header: must be the 4-byte aligned address of int32 T and O");
+  s.header = reinterpret_cast<const int32_t*>(header);
+  if (!batch) return s;
+  const auto copy = std::make_shared<PyBatch>(*batch);
+  point(*copy);
+  s.has_batch = true, s.batch = copy->view, s.keep = copy;
+  return s;
+}
+
+Call* submit(Program& p, long tokens, long rows, const PyBatch* batch) {
+  auto call = std::make_unique<Call>(p, call_sizes(tokens, rows, batch, 0));
+  call->submit();
+  return call.release();
+}
+
+void add_mailbox(Service& s, Program& p, uintptr_t request, uintptr_t reply, uintptr_t header,
+                 long tokens, long rows, const PyBatch* batch) {
+  s.add({reinterpret_cast<uint32_t*>(request), reinterpret_cast<uint32_t*>(reply), &p,
+         call_sizes(tokens, rows, batch, header)});
+}
+
+long nanoseconds(double us) {
+  if (!(us >= 0 && us <= 1e9)) bad("spin_us must be between 0 and 1e9 microseconds");
+  return long(us * 1000);
+}
+
+Service* serve(Program& p, uintptr_t request, uintptr_t reply, uintptr_t header, long tokens,
+               long rows, const PyBatch* batch, double spin_us) {
+  auto service = std::make_unique<Service>(p.engine(), nanoseconds(spin_us));
+  add_mailbox(*service, p, request, reply, header, tokens, rows, batch);
+  service->start();
+  return service.release();
+}
+
+nb::dict topology(const std::string& root) {
+  const Topology t = read_topology(root);
+  nb::list cpus;
+  for (const Cpu& c : t.cpus) cpus.append(nb::make_tuple(c.number, c.core, t.nodes[c.node]));
+  nb::dict out;
+  out["cpus"] = cpus;
+  out["nodes"] = t.nodes;
+  out["quota"] = t.quota;
+  return out;
+}
+
+using Slices = std::vector<std::tuple<long, long, int>>;
+
+Slices slices_of(const std::string& format, long rows, long cols, long group, long count,
+                 bool gate_up, int nodes) {
+  Slices out;
+  for (const NodeSlice& s : node_slices(describe(format, rows, cols, count, group, gate_up), nodes))
+    out.emplace_back(s.begin, s.end, s.node);
+  return out;
+}
+
+std::string place_slices(uintptr_t address, size_t nbytes, const Slices& slices,
+                         const std::vector<int>& nodes) {
+  std::vector<NodeSlice> native;
+  for (const auto& [begin, end, node] : slices) native.push_back({begin, end, node});
+  nb::gil_scoped_release release;
+  return numa_place(address, nbytes, native, nodes);
 }
 
 // A dense [rows, cols] matrix: an array (numpy f32, torch f32 or bf16) or a Tensor.
@@ -371,11 +446,15 @@ NB_MODULE(_native, m) {
       m, "Engine", "Persistent threads; the caller is one of them. threads=0: one per allowed CPU.")
       .def(
           "__init__",
-          [](Engine* e, int threads, std::optional<std::vector<int>> cpus, const std::string& isa) {
-            new (e) Engine(threads, cpus.value_or(std::vector<int>{}), isa);
+          [](Engine* e, int threads, std::optional<std::vector<int>> cpus, const std::string& isa,
+             std::optional<std::vector<int>> nodes) {
+            new (e) Engine(threads, cpus.value_or(std::vector<int>{}), isa,
+                           nodes.value_or(std::vector<int>{}));
           },
-          "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "")
+          "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "", "nodes"_a = nb::none())
       .def_prop_ro("threads", &Engine::threads)
+      .def_prop_ro("nodes", &Engine::node_numbers,
+                   "Numbers of the memory nodes its threads are on.")
       .def_prop_ro("cpus", &Engine::cpus)
       .def_prop_ro("isa", [](const Engine& e) { return e.table().isa; });
 
@@ -387,6 +466,18 @@ NB_MODULE(_native, m) {
       .def("add", &add_step, "kernel"_a, "operands"_a, "attrs"_a = nb::dict(),
            "Checks and appends one instruction; returns its index.")
       .def("run", &run_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none())
+      .def("submit", &submit, "T"_a, "O"_a = 0, "batch"_a = nb::none(), nb::keep_alive<0, 1>(),
+           "Runs without the caller, after what was submitted before; returns the Call.")
+      .def(
+          "prepare",
+          [](Program& p, long tokens, long rows, const PyBatch* batch, uintptr_t header) {
+            return new Call(p, call_sizes(tokens, rows, batch, header));
+          },
+          "T"_a = 0, "O"_a = 0, "batch"_a = nb::none(), "header"_a = 0, nb::keep_alive<0, 1>(),
+          "A Call that is not submitted yet.")
+      .def("serve", &serve, "request"_a, "reply"_a, "header"_a = 0, "T"_a = 0, "O"_a = 0,
+           "batch"_a = nb::none(), "spin_us"_a = 200.0, nb::keep_alive<0, 1>(),
+           "A started Service with this one mailbox.")
       .def("run_timed", &time_plan, "T"_a, "O"_a = 0, "batch"_a = nb::none(),
            "Seconds per instruction.")
       .def(
@@ -405,6 +496,48 @@ NB_MODULE(_native, m) {
         return p.name(i);
       });
 
+  nb::class_<Call>(m, "Call", "A plan with its sizes, to run any number of times, one at a time.")
+      .def(
+          "set",
+          [](Call& c, long tokens, long rows, const PyBatch* batch, uintptr_t header) {
+            c.set(call_sizes(tokens, rows, batch, header));
+          },
+          "T"_a = 0, "O"_a = 0, "batch"_a = nb::none(), "header"_a = 0)
+      .def("submit", &Call::submit)
+      .def("run", &Call::run, nb::call_guard<nb::gil_scoped_release>(),
+           "On the calling thread; wait() tells whether it failed.")
+      .def("done", &Call::done)
+      .def("wait", &Call::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("address", [](const Call& c) { return reinterpret_cast<uintptr_t>(&c); });
+  m.attr("RUN_CALL") = reinterpret_cast<uintptr_t>(&ktgraph_run_call);
+  m.attr("SUBMIT_CALL") = reinterpret_cast<uintptr_t>(&ktgraph_submit_call);
+  m.attr("WAIT_CALL") = reinterpret_cast<uintptr_t>(&ktgraph_wait_call);
+
+  nb::class_<Service>(m, "Service", "A thread that watches mailboxes and answers them with plans.")
+      .def(
+          "__init__",
+          [](Service* s, Engine& engine, double spin_us) {
+            new (s) Service(engine, nanoseconds(spin_us));
+          },
+          "engine"_a, "spin_us"_a = 200.0, nb::keep_alive<1, 2>())
+      .def("add", &add_mailbox, "plan"_a, "request"_a, "reply"_a, "header"_a = 0, "T"_a = 0,
+           "O"_a = 0, "batch"_a = nb::none(), nb::keep_alive<1, 2>())
+      .def("start", &Service::start)
+      .def(
+          "stop",
+          [](Service& s) {
+            {
+              nb::gil_scoped_release release;
+              s.stop();
+            }
+            s.check();
+          },
+          "Ends the watching, then check().")
+      .def("check", &Service::check)
+      .def_prop_ro("running", &Service::running)
+      .def_prop_ro("served", &Service::served);
+  m.attr("REPLY_FAILED") = kReplyFailed;
+
   m.def(
       "packed_nbytes",
       [](const std::string& format, long rows, long cols, long group, long count, bool gate_up) {
@@ -422,6 +555,14 @@ NB_MODULE(_native, m) {
   m.def("empty_packed", &empty_packed, "nbytes"_a,
         "Aligned uint8 array for packed weights; contents unspecified.");
   m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
-  m.def("default_cpus", &default_cpus, "CPUs an Engine uses by default.");
+  m.def(
+      "default_cpus", [](const std::string& root) { return order_cpus(read_topology(root)); },
+      "root"_a = "", "CPUs an Engine uses by default.");
+  m.def("topology", &topology, "root"_a = "", "Usable CPUs with core and memory node; the quota.");
+  m.def("node_slices", &slices_of, "format"_a, "rows"_a, "cols"_a, "group"_a = 0, "count"_a = 1,
+        "gate_up"_a = false, "nodes"_a = 1, "(begin, end, node) in bytes of a packed stack.");
+  m.def("numa_place", &place_slices, "address"_a, "nbytes"_a, "slices"_a, "nodes"_a,
+        "Binds slices to memory nodes; returns '' or why the system refused.");
+  m.def("numa_node_of", &numa_node_of, "address"_a, "Memory node of a page; -1 when refused.");
   m.def("kernels", &kernels, "Kernel name -> what it does, its operands and attributes.");
 }

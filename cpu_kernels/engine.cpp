@@ -6,70 +6,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <new>
 #include <stdexcept>
 
+#include "call.h"
 #include "isa.h"
+#include "topology.h"
 
 namespace ktg {
 
 namespace {
-
-inline void pause() { __builtin_ia32_pause(); }
-
-// Spins for a bounded time, then sleeps in the kernel until `word` is no longer `old`.
-void wait_while(std::atomic<uint32_t>& word, uint32_t old, long spin_ns) {
-  if (spin_ns > 0) {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (word.load(std::memory_order_acquire) != old) return;
-        pause();
-      }
-    } while (std::chrono::steady_clock::now() < until);
-  }
-  while (word.load(std::memory_order_acquire) == old) word.wait(old, std::memory_order_acquire);
-}
-
-// What one small file says, read with C's stdio: iostreams would bind to whichever libstdc++ the
-// process loaded first, and some wheels bring one that does not fit.
-template <class... T>
-bool read_values(const std::string& path, const char* format, T*... values) {
-  std::FILE* f = std::fopen(path.c_str(), "r");
-  if (!f) return false;
-  const int found = std::fscanf(f, format, values...);
-  std::fclose(f);
-  return found == int(sizeof...(values));
-}
-
-// First hardware thread of each core before the second ones.
-std::vector<int> cores_first(const std::vector<int>& cpus) {
-  std::vector<int> first, second;
-  for (int cpu : cpus) {
-    int lowest = cpu;
-    read_values(
-        "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list",
-        "%d", &lowest);
-    (lowest == cpu ? first : second).push_back(cpu);
-  }
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
-
-// The CPU quota of this process's cgroup; a quota of "max" reads as no number.
-long cgroup_cpus() {
-  double quota = 0, period = 0;
-  if (read_values("/sys/fs/cgroup/cpu.max", "%lf %lf", &quota, &period) && period > 0)
-    return std::max(1L, std::lround(quota / period));
-  if (read_values("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "%lf", &quota) && quota > 0 &&
-      read_values("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "%lf", &period) && period > 0)
-    return std::max(1L, std::lround(quota / period));
-  return 1L << 30;
-}
 
 char* allocate(size_t bytes) {
   const size_t huge = size_t(2) << 20;
@@ -80,42 +29,79 @@ char* allocate(size_t bytes) {
   return static_cast<char*>(p);
 }
 
-}  // namespace
-
-std::vector<int> default_cpus() {
+void pin(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    for (int i = 0; i < CPU_SETSIZE; ++i)
-      if (CPU_ISSET(i, &set)) cpus.push_back(i);
-  if (cpus.empty()) cpus.push_back(0);
-  cpus = cores_first(cpus);
-  if (long(cpus.size()) > cgroup_cpus()) cpus.resize(cgroup_cpus());
-  return cpus;
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a refusal costs speed only
 }
 
-Engine::Engine(int threads, std::vector<int> cpus, const std::string& isa)
+// Keeps the caller of a run on the CPU of worker 0. Left to the scheduler it may share a worker's
+// CPU, and each of the two then spins while the other waits for the CPU: 50 us a barrier.
+class CallerPin {
+ public:
+  explicit CallerPin(int cpu) {
+    pinned_ = pthread_getaffinity_np(pthread_self(), sizeof before_, &before_) == 0 &&
+              !(CPU_COUNT(&before_) == 1 && CPU_ISSET(cpu, &before_));
+    if (pinned_) pin(cpu);
+  }
+  ~CallerPin() {
+    if (pinned_) pthread_setaffinity_np(pthread_self(), sizeof before_, &before_);
+  }
+
+ private:
+  cpu_set_t before_;
+  bool pinned_;
+};
+
+}  // namespace
+
+Engine::Engine(int threads, std::vector<int> cpus, const std::string& isa, std::vector<int> nodes)
     : cpus_(cpus.empty() ? default_cpus() : std::move(cpus)),
       table_(&choose_isa(isa)),
       pid_(getpid()) {
   threads_ = threads > 0 ? threads : int(cpus_.size());
   if (threads_ > 1024)
     throw std::invalid_argument("Engine: at most 1024 threads, got " + std::to_string(threads_));
+  assign_nodes(std::move(nodes));
   // With more threads than CPUs a spinning thread keeps the one it waits for from running.
-  spin_ns_ = threads_ <= int(cpus_.size()) ? 50'000 : 0;
+  spin_ns_ = threads_ <= int(cpus_.size()) ? kSpinNs : 0;
+  idle_spin_ns_ = spin_ns_;
   local_.assign(threads_, nullptr);
   for (int tid = 1; tid < threads_; ++tid) workers_.emplace_back([this, tid] { worker(tid); });
 }
 
+void Engine::assign_nodes(std::vector<int> nodes) {
+  if (nodes.empty()) {
+    const std::map<int, int> known = cpu_nodes();
+    for (int tid = 0; tid < threads_; ++tid) {
+      const auto at = known.find(cpus_[tid % cpus_.size()]);
+      nodes.push_back(at == known.end() ? 0 : at->second);
+    }
+  }
+  if (int(nodes.size()) != threads_)
+    throw std::invalid_argument("Engine: " + std::to_string(nodes.size()) + " nodes given for " +
+                                std::to_string(threads_) + " threads");
+  node_numbers_ = nodes;
+  std::sort(node_numbers_.begin(), node_numbers_.end());
+  node_numbers_.erase(std::unique(node_numbers_.begin(), node_numbers_.end()), node_numbers_.end());
+  if (node_numbers_.size() > kMaxNodes)
+    throw std::invalid_argument("Engine: at most " + std::to_string(kMaxNodes) +
+                                " memory nodes, got " + std::to_string(node_numbers_.size()));
+  for (int number : nodes)
+    node_of_.push_back(int(std::lower_bound(node_numbers_.begin(), node_numbers_.end(), number) -
+                           node_numbers_.begin()));
+}
+
 Engine::~Engine() {
-  if (getpid() != pid_) {  // a forked child has no such threads; joining them would hang
-    for (auto& t : workers_) t.detach();
+  if (getpid() != pid_) {  // a forked child has no such threads: nothing to join, nothing to free
+    new std::vector<std::thread>(std::move(workers_));
+    driver_.release();
     return;
   }
+  driver_.reset();
   stop_ = true;
-  generation_.fetch_add(1);
-  generation_.notify_all();
+  start_.raise();
   for (auto& t : workers_) t.join();
   for (char* p : local_) std::free(p);
   std::free(shared_);
@@ -126,6 +112,13 @@ void Engine::check_process() const {
     throw std::runtime_error(
         "this Engine was made before fork(); its threads live in the parent process. "
         "Make a new Engine in the child.");
+}
+
+Driver& Engine::driver() {
+  check_process();
+  std::lock_guard<std::mutex> lock(driver_mutex_);
+  if (!driver_) driver_ = std::make_unique<Driver>(*this);
+  return *driver_;
 }
 
 void Engine::reserve(size_t shared_bytes, size_t local_bytes) {
@@ -150,20 +143,21 @@ void Engine::set_error(const std::string& message) {
   if (error_.empty()) error_ = message;
 }
 
+void Engine::fail_run(const std::string& message) {
+  set_error(message);
+  broken_ = true;  // releases the threads that wait at the barrier
+  phase_.raise();
+}
+
 void Engine::body_guarded(int tid) {
   try {
     body_(arg_, tid);
-    return;
-  } catch (const Aborted&) {
-    return;
+  } catch (const Aborted&) {  // another thread failed and has said why
   } catch (const std::exception& e) {
-    set_error(e.what());
+    fail_run("worker " + std::to_string(tid) + ": " + e.what());
   } catch (...) {
-    set_error("unknown C++ exception in worker " + std::to_string(tid));
+    fail_run("worker " + std::to_string(tid) + ": unknown C++ exception");
   }
-  broken_ = true;  // release the threads that wait at the barrier
-  phase_.fetch_add(1);
-  phase_.notify_all();
 }
 
 void Engine::run(Body body, void* arg) {
@@ -172,45 +166,44 @@ void Engine::run(Body body, void* arg) {
   broken_ = false, arrived_ = 0;
   error_.clear();
   running_.store(threads_ - 1, std::memory_order_relaxed);
-  if (threads_ > 1) {
-    generation_.fetch_add(1, std::memory_order_seq_cst);
-    generation_.notify_all();
+  if (threads_ == 1) {
+    body_guarded(0);
+  } else {
+    const CallerPin pinned(cpus_[0]);
+    const uint32_t done = done_.value();
+    start_.raise();
+    body_guarded(0);
+    done_.wait_past(done, spin_ns_);
   }
-  body_guarded(0);
-  for (uint32_t n; (n = running_.load(std::memory_order_acquire)) != 0;)
-    wait_while(running_, n, spin_ns_);
   if (!error_.empty()) throw std::runtime_error(error_);
 }
 
-void Engine::worker(int tid) {
-  if (tid < int(cpus_.size())) {  // a thread too many stays unpinned
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpus_[tid], &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-  }
+void Engine::pin_as(int tid) const {
+  if (tid < int(cpus_.size())) pin(cpus_[tid]);  // a thread too many stays unpinned
   char name[16];
   std::snprintf(name, sizeof name, "ktgraph-%d", tid);
   pthread_setname_np(pthread_self(), name);
-  for (uint32_t seen = 0;;) {
-    wait_while(generation_, seen, spin_ns_);
-    seen = generation_.load(std::memory_order_acquire);
+}
+
+void Engine::worker(int tid) {
+  pin_as(tid);
+  for (uint32_t seen = 0;; ++seen) {
+    start_.wait_past(seen, idle_spin_ns());
     if (stop_) return;
     body_guarded(tid);
-    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_all();
+    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) done_.raise();
   }
 }
 
 void Engine::wait_barrier() {
-  const uint32_t phase = phase_.load(std::memory_order_acquire);
+  const uint32_t phase = phase_.value();
   if (broken_) throw Aborted{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads_)) {
     arrived_.store(0, std::memory_order_relaxed);
-    phase_.fetch_add(1, std::memory_order_seq_cst);
-    phase_.notify_all();
+    phase_.raise();
     return;
   }
-  wait_while(phase_, phase, spin_ns_);
+  phase_.wait_past(phase, spin_ns_);
   if (broken_) throw Aborted{};
 }
 
@@ -220,6 +213,24 @@ void barrier(const Ctx& ctx) {
 
 long next_unit(const Ctx& ctx, int phase) {
   return __atomic_fetch_add(ctx.counters + phase * 16, 1u, __ATOMIC_RELAXED);
+}
+
+long next_unit_near(const Ctx& ctx, int phase, long groups, long per_group) {
+  for (int i = 0; i < ctx.nodes; ++i) {
+    const long node = (ctx.node + i) % ctx.nodes;
+    const long begin = groups * node / ctx.nodes * per_group;
+    const long end = groups * (node + 1) / ctx.nodes * per_group;
+    uint32_t* counter = ctx.counters + phase * 16 + node;
+    if (begin + __atomic_load_n(counter, __ATOMIC_RELAXED) >= end) continue;
+    const long unit = begin + __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED);
+    if (unit < end) return unit;
+  }
+  return -1;
+}
+
+void reset_units(const Ctx& ctx, int phase) {
+  for (int node = 0; node < ctx.nodes; ++node)
+    __atomic_store_n(ctx.counters + phase * 16 + node, 0u, __ATOMIC_RELAXED);
 }
 
 void fail(const Ctx& ctx, const char* what, long value) {

@@ -250,6 +250,8 @@ int Program::add(const std::string& kernel, const std::vector<Operand>& operands
   for (int i = 0; i < table.count; ++i)
     if (k.name == table.kernels[i].name) step.kernel = &table.kernels[i];
   if (!step.kernel) reject(k, std::string("not built for ") + table.isa);
+  engine_.check_process();
+  std::lock_guard<std::mutex> lock(engine_.mutex());  // a submitted run may read the steps
   steps_.push_back(step);
   return int(steps_.size()) - 1;
 }
@@ -292,8 +294,8 @@ void Program::check_batch(const Sizes& sizes, const BatchArg* b) const {
 }
 
 void Program::run(long tokens, long rows, const BatchArg* batch, double* seconds) {
+  engine_.check_process();  // first: in a forked child the mutex may be locked for good
   std::lock_guard<std::mutex> lock(engine_.mutex());
-  engine_.check_process();
   if (tokens < 0 || rows < 0) throw std::invalid_argument("Plan.run: T and O must not be negative");
   if ((max_tokens_ && tokens > max_tokens_) || (max_rows_ && rows > max_rows_))
     throw std::invalid_argument("Plan.run: T = " + std::to_string(tokens) +
@@ -310,7 +312,7 @@ void Program::run(long tokens, long rows, const BatchArg* batch, double* seconds
     }
   }
   check_batch(sizes_, batch);
-  const auto [shared, local] = scratch(sizes_);
+  const auto [shared, local] = resolve(sizes_);
   engine_.reserve(shared, local);
   counters_.assign(steps_.size() * kCounterWords, 0);
   batch_ = batch, seconds_ = seconds;
@@ -318,6 +320,13 @@ void Program::run(long tokens, long rows, const BatchArg* batch, double* seconds
 }
 
 std::pair<size_t, size_t> Program::scratch(const Sizes& sizes) {
+  engine_.check_process();
+  std::lock_guard<std::mutex> lock(engine_.mutex());
+  return resolve(sizes);
+}
+
+// Sets the first axes of all operands, and sums up scratch.
+std::pair<size_t, size_t> Program::resolve(const Sizes& sizes) {
   size_t shared = 0, local = 0;
   for (Step& s : steps_) {
     for (int i = 0; i < s.instr.count; ++i) {
@@ -335,9 +344,8 @@ std::pair<size_t, size_t> Program::scratch(const Sizes& sizes) {
 
 void Program::body(int tid) {
   using Clock = std::chrono::steady_clock;
-  Ctx ctx{
-      tid,    engine_.threads(), engine_.local(tid), engine_.shared(), &sizes_, batch_, &engine_,
-      nullptr};
+  Ctx ctx{tid,      engine_.threads(), engine_.local(tid), engine_.shared(), &sizes_, batch_,
+          &engine_, nullptr,           engine_.node(tid),  engine_.nodes()};
   const bool timed = seconds_ && tid == 0;
   auto before = timed ? Clock::now() : Clock::time_point{};
   for (size_t i = 0; i < steps_.size(); ++i) {

@@ -50,7 +50,8 @@ enum MaskFill : int { MASK_ZERO, MASK_NEG_INF };
 enum Act : int { ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_RELU, ACT_SWIGLU_CLAMPED };
 
 constexpr int kMaxOperands = 9;
-constexpr int kPhases = 4;  // work counters per instruction
+constexpr int kPhases = 4;     // work counters per instruction
+constexpr int kMaxNodes = 16;  // memory nodes whose units are kept apart: a cache line's words
 
 struct Instr {
   Operand op[kMaxOperands];
@@ -73,11 +74,17 @@ struct Ctx {
   const BatchArg* batch;
   Engine* engine;
   uint32_t* counters;  // kPhases counters, a cache line apart, 0 at the start
+  int node, nodes;     // this thread's memory node, 0 .. nodes - 1
 };
 
 // Defined in engine.cpp, not inline: see formats.h.
 void barrier(const Ctx& ctx);               // throws when another thread failed
 long next_unit(const Ctx& ctx, int phase);  // 0, 1, 2 ... each number to one thread
+// Units [0, groups * per_group), of which node n owns groups [groups n / nodes, groups (n + 1) /
+// nodes): those of this thread's node first, then of the others; each unit to one thread, -1 when
+// none is left. One phase uses either this or next_unit.
+long next_unit_near(const Ctx& ctx, int phase, long groups, long per_group);
+void reset_units(const Ctx& ctx, int phase);  // by one thread, between barriers
 void fail(const Ctx& ctx, const char* what,
           long value);  // first message wins; the run raises it at its end
 

@@ -23,7 +23,8 @@ class Program {
   void run(long tokens, long rows, const BatchArg* batch,
            double* seconds);  // seconds: per instruction, or null
   // Bytes a run of these sizes keeps: (shared by all threads, of each thread).
-  std::pair<size_t, size_t> scratch(const Sizes& sizes);
+  std::pair<size_t, size_t> scratch(const Sizes& sizes);  // waits for a run that is on its way
+  Engine& engine() const { return engine_; }
   int size() const { return int(steps_.size()); }
   const std::string& name(int i) const { return steps_[i].spec->name; }
 
@@ -33,6 +34,7 @@ class Program {
     const Kernel* kernel;
     Instr instr;
   };
+  std::pair<size_t, size_t> resolve(const Sizes& sizes);
   void check_batch(const Sizes& sizes, const BatchArg* batch) const;
   void body(int tid);
 
