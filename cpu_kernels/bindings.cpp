@@ -23,6 +23,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace ktg;
 
+namespace ktg {
+void bind_limits(nb::module_& m);  // limits.cpp
+}
+
 namespace {
 
 struct PyTensor {
@@ -417,4 +421,5 @@ NB_MODULE(_native, m) {
   m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
   m.def("default_cpus", &default_cpus, "CPUs an Engine uses by default.");
   m.def("kernels", &kernels, "Kernel name -> what it does, its operands and attributes.");
+  bind_limits(m);
 }
