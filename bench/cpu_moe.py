@@ -31,13 +31,17 @@ def main() -> int:
     parser.add_argument(
         "--peers", nargs="?", const=",".join(PEERS), default="", help=f"of {', '.join(PEERS)}"
     )
+    parser.add_argument(
+        "--peer-formats", default="", help="only these, as bf16,int4:row,q4_K; default: all"
+    )
     parser.add_argument("--peers-only", action="store_true", help="leave ktgraph out")
     args = parser.parse_args()
     if args.peers_only:
         args.formats = ""
     names = [name for name in args.peers.split(",") if name]
+    formats = {name for name in args.peer_formats.split(",") if name}
     try:
-        return run(args, lambda: subjects_of(names))
+        return run(args, lambda: subjects_of(names, formats))
     except Exception as error:
         if (message := user_message(error)) is None:
             raise

@@ -5,7 +5,7 @@ A peer that is not installed is no silent gap: its cells are refused, with the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 
 from ktgraph.bench.subject import Subject
@@ -14,8 +14,8 @@ from ktgraph.errors import UnsupportedInputError
 PEERS = ("torch", "kt", "ggml")
 
 
-def subjects_of(names: Sequence[str]) -> list[Subject]:
-    """All subjects of some peers."""
+def subjects_of(names: Sequence[str], formats: Collection[str] = ()) -> list[Subject]:
+    """The subjects of some peers, of some formats (none named: of all)."""
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise UnsupportedInputError(f"no peer {unknown[0]!r}; there are: {', '.join(PEERS)}")
@@ -23,4 +23,7 @@ def subjects_of(names: Sequence[str]) -> list[Subject]:
     for name in names:
         make: Callable[[], list[Subject]] = import_module(f"peers.{name}_peer").subjects
         found += make()
-    return found
+    offered = sorted({s.format for s in found})
+    if found and formats and not set(formats) & set(offered):
+        raise UnsupportedInputError(f"no peer has {', '.join(formats)}; there are {offered}")
+    return [s for s in found if not formats or s.format in formats]

@@ -48,6 +48,11 @@ class Cell:
     load: float = 0.0  # processes that wanted to run in the minute before
 
     @property
+    def is_ours(self) -> bool:
+        """Whether ktgraph ran it, on any ISA."""
+        return self.key.subject.split()[0] == "ktgraph"
+
+    @property
     def speed(self) -> float:
         """Bytes/s of weights touched."""
         return self.bytes / self.seconds

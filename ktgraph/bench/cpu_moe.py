@@ -117,7 +117,13 @@ class Bench:
             for key in keys:
                 self._add(Cell(key, refused=str(error)))
             return
-        self._slowest_build = max(self._slowest_build, time.monotonic() - began)
+        spent = time.monotonic() - began
+        self._slowest_build = max(self._slowest_build, spent)
+        size = layers * shape.experts * stack.bytes_of_expert / 1e9
+        self.say(
+            f"{shape.name} {subject.format} {subject.name}: {layers} layers, {size:.1f} GB of "
+            f"weights built in {spent:.1f} s"
+        )
         try:
             peaks = measure_peaks(threads, self.options.peak_seconds)
             for key in keys:

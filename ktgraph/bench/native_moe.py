@@ -45,9 +45,8 @@ def _specs(shape: Shape, fmt: WeightFormat) -> tuple[_Spec, _Spec]:
 class NativeMoe:
     """`cpu.grouped_mlp` with weights in one format."""
 
-    name = "ktgraph"
-
     def __init__(self, fmt: WeightFormat, isa: str = "") -> None:
+        self.name = f"ktgraph {isa}".strip()  # a forced ISA is another subject
         self.format = str(fmt)
         self._format = fmt
         self._isa = isa

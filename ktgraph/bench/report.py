@@ -77,8 +77,8 @@ def versus_rows(cells: Iterable[Cell]) -> list[tuple[str, ...]]:
         groups.setdefault(at, []).append(c)
     rows: list[tuple[str, ...]] = []
     for (shape, tokens, bits), members in groups.items():
-        ours = [c for c in members if c.key.subject == "ktgraph"]
-        peers = [c for c in members if c.key.subject != "ktgraph"]
+        ours = [c for c in members if c.is_ours]
+        peers = [c for c in members if not c.is_ours]
         if not ours or not peers:
             continue
         a, b = min(ours, key=lambda c: c.seconds), min(peers, key=lambda c: c.seconds)

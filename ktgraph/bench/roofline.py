@@ -49,14 +49,15 @@ def _matplotlib() -> Any:
 
 
 def _panel(ax: Any, shape: str, cells: list[Cell]) -> None:
-    ours = "ktgraph"
-    names = sorted({(c.key.subject, c.key.format) for c in cells}, key=lambda n: (n[0] != ours, n))
+    ours = {(c.key.subject, c.key.format) for c in cells if c.is_ours}
+    theirs = {(c.key.subject, c.key.format) for c in cells if not c.is_ours}
+    names = [*sorted(ours), *sorted(theirs)]
     for number, (subject, fmt) in enumerate(names):
         line = sorted(
             (c for c in cells if (c.key.subject, c.key.format) == (subject, fmt)),
             key=lambda c: c.key.tokens,
         )
-        style = {"marker": "o", "lw": 1.8} if subject == ours else {"marker": "x", "lw": 0.8}
+        style = {"marker": "o", "lw": 1.8} if (subject, fmt) in ours else {"marker": "x", "lw": 0.8}
         x, y = [c.flops / c.bytes for c in line], [c.rate / 1e9 for c in line]
         ax.plot(x, y, label=f"{subject} {fmt}", color=f"C{number % 10}", **style)
     _roofs(ax, cells)
@@ -68,12 +69,15 @@ def _panel(ax: Any, shape: str, cells: list[Cell]) -> None:
 
 def _roofs(ax: Any, cells: list[Cell]) -> None:
     bandwidth = max(max(c.bandwidth) for c in cells)
-    left = min(c.flops / c.bytes for c in cells) / 2
-    right = max(c.flops / c.bytes for c in cells) * 2
     peaks = {c.unit: c.peak for c in cells}
+    left = min(c.flops / c.bytes for c in cells) / 2
+    furthest = max(c.flops / c.bytes for c in cells)
+    right = 2 * max(furthest, max(peaks.values()) / bandwidth)  # every ridge is shown
     for unit, peak in peaks.items():
         ridge = max(left, peak / bandwidth)
         x = [left, min(ridge, right), right]
         y = [min(peak, bandwidth * at) / 1e9 for at in x]
         ax.plot(x, y, color="black", lw=1)
         ax.annotate(unit, (right, y[-1]), fontsize=7, ha="right", va="bottom")
+    read = f"DRAM {bandwidth / 1e9:.0f} GB/s"
+    ax.annotate(read, (left, bandwidth * left / 1e9), fontsize=7, va="bottom")

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, peers: Callable[[], Sequence[Subject]] | None 
         _measure(subjects, options, store, console)
     _show(store, console)
     _write(args, store)
-    wrong = [c for c in store.refused() if c.key.subject == NativeMoe.name and "wrong" in c.refused]
+    wrong = [c for c in store.refused() if c.is_ours and "wrong" in c.refused]
     return WRONG if wrong else 0
 
 

@@ -226,12 +226,19 @@ def test_a_wrong_result_is_never_timed_or_shown(fault):
     made.run()
     (cell,) = made.store.refused()
     assert "wrong result" in cell.refused
-    assert "wrong result" in said[0]
+    assert "wrong result" in said[-1]
     assert subject.runs == 1  # the checked one
     assert reader.asked == 0
     assert not list(made.store.measured())
     assert "40" not in report.markdown(made.store).split("## No figures")[0]
     assert cell.seconds == 0
+
+
+def test_a_forced_isa_is_a_subject_of_its_own():
+    made, _ = bench([NativeMoe(parse_format("int8"), isa) for isa in ("", "avx2")], tokens=(1,))
+    made.run()
+    assert [c.key.subject for c in made.store.measured()] == ["ktgraph", "ktgraph avx2"]
+    assert all(c.is_ours for c in made.store.measured())
 
 
 def test_a_right_result_passes_the_same_harness():
@@ -278,7 +285,8 @@ def test_a_second_call_goes_on_where_the_first_ended(tmp_path):
     assert again.store.cells == first.store.cells
     more, said = bench([NativeMoe(fmt)], Store.open(path), tokens=(1, 2))
     more.run()
-    assert [line.split(":")[0] for line in said] == ["tiny T=2 bf16 ktgraph x1"]
+    cells = [line for line in said if "T=" in line]
+    assert [line.split(":")[0] for line in cells] == ["tiny T=2 bf16 ktgraph x1"]
     assert len(list(Store.open(path).measured())) == 2
     assert not Store.open(path, fresh=True).cells
 
@@ -380,6 +388,7 @@ def test_units_have_peaks_and_formats_find_theirs():
     assert peak_unit("bf16", made_up) == "f32"
     assert peak_unit("q4_K", made_up) == "avx512_vnni"
     assert peak_unit("f32", made_up) == "f32"
+    assert peak_unit("int8", made_up | {"amx_int8": 4.0}) == "amx_int8"
 
 
 def test_reading_touches_the_whole_buffer():
@@ -471,6 +480,13 @@ def test_what_is_not_installed_is_said(peers, monkeypatch):
     ggml_library.load.cache_clear()
     with pytest.raises(UnsupportedInputError, match="no peer 'vllm'"):
         peers.subjects_of(["vllm"])
+
+
+def test_peers_are_chosen_by_format(peers):
+    chosen = peers.subjects_of(["kt", "ggml"], {"q4_K", "int4:row"})
+    assert [s.format for s in chosen] == ["int4:row", "q4_K", "q4_K"]
+    with pytest.raises(UnsupportedInputError, match="no peer has int3"):
+        peers.subjects_of(["ggml"], {"int3"})
 
 
 def test_aliased_experts_repeat_their_sources(peers):
