@@ -35,6 +35,7 @@ from ktgraph.target.probe import probe_cpu
 
 ONE_GO = 16  # up to so many tokens, a run is all layers in one go; above, one layer
 LEAST_RUNS, MOST_RUNS = 5, 400
+SLOW, LEAST_SLOW_RUNS = 4, 3  # a cell that took so many times its seconds may do with fewer
 STEADY = 0.10  # how far the two bandwidth readings of a cell may differ
 ATTEMPTS = 3
 MOST_LAYERS = 64
@@ -246,9 +247,11 @@ class Bench:
         return samples[1:], touched / (len(samples) - 1)
 
     def _enough(self, samples: list[float], spent: float) -> bool:
-        runs = len(samples) - 1
-        least = LEAST_RUNS if self._left > 0 else 1
-        return runs >= MOST_RUNS or (runs >= least and spent >= self.options.cell_seconds)
+        runs, wanted = len(samples) - 1, self.options.cell_seconds
+        least = LEAST_RUNS if spent < SLOW * wanted else LEAST_SLOW_RUNS
+        if self._left < 0:
+            least = 1
+        return runs >= MOST_RUNS or (runs >= least and spent >= wanted)
 
 
 def _too_large(against: str, error: float, limit: float) -> str:
