@@ -114,9 +114,9 @@ class Bench:
         try:
             layers = self._layers(shape, subject)
             stack = subject.build(shape, self._source_of(shape), layers, threads)
-        except CannotRunError as error:
+        except Exception as error:  # one library's failure must not end the others' measurement
             for key in keys:
-                self._add(Cell(key, refused=str(error)))
+                self._add(Cell(key, refused=_reason(error)))
             return
         spent = time.monotonic() - began
         self._slowest_build = max(self._slowest_build, spent)
@@ -179,9 +179,9 @@ class Bench:
         try:
             runner = stack.prepare(batch)
             cell = self._check(cell, runner, stack, batch, decks)
-        except CannotRunError as error:
-            return replace(cell, refused=str(error))
-        return cell if cell.refused else self._time(cell, runner, stack, batch, decks)
+            return cell if cell.refused else self._time(cell, runner, stack, batch, decks)
+        except Exception as error:
+            return replace(cell, refused=_reason(error))
 
     def _check(
         self, cell: Cell, runner: Runner, stack: Stack, batch: Batch, decks: list[Deck]
@@ -252,6 +252,13 @@ class Bench:
         if self._left < 0:
             least = 1
         return runs >= MOST_RUNS or (runs >= least and spent >= wanted)
+
+
+def _reason(error: Exception) -> str:
+    """Why there are no figures: what a subject says, or how it failed."""
+    if isinstance(error, CannotRunError):
+        return str(error)
+    return f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _too_large(against: str, error: float, limit: float) -> str:

@@ -23,15 +23,14 @@ from ktgraph.cpu_kernels import load_native
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.target.probe import probe_cpu
 
-WRONG = 1  # exit code where a result of ktgraph's own was wrong
+WRONG = 1  # exit code where a result of ktgraph's own was wrong, or it failed
 
 
 def run(args: argparse.Namespace, peers: Callable[[], Sequence[Subject]] | None = None) -> int:
-    """Measures and reports; 1 where ktgraph's own result was wrong."""
+    """Measures and reports; 1 where ktgraph's own result was wrong, or it failed."""
     if args.report_only and args.store is None:
         raise UnsupportedInputError("--report-only shows a store; give --store FILE.jsonl")
-    if args.isa:
-        load_native().Engine(1, None, args.isa)  # a wrong name is one early message
+    _check_isa(args.isa)
     store = Store.open(args.store, fresh=args.fresh)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     options = options_of(args)
@@ -41,7 +40,8 @@ def run(args: argparse.Namespace, peers: Callable[[], Sequence[Subject]] | None 
         _measure(subjects, options, store, console)
     _show(store, console)
     _write(args, store)
-    wrong = [c for c in store.refused() if c.is_ours and "wrong" in c.refused]
+    bad = ("wrong result", "failed")  # not: a format or a size that cannot be had here
+    wrong = [c for c in store.refused() if c.is_ours and c.refused.startswith(bad)]
     return WRONG if wrong else 0
 
 
@@ -62,6 +62,14 @@ def options_of(args: argparse.Namespace) -> Options:
         footprint=args.footprint,
         memory=int(args.memory * 2**30),
     )
+
+
+def _check_isa(name: str) -> None:
+    """A wrong name, or one this CPU lacks, is one early message."""
+    try:
+        load_native().Engine(1, None, name)
+    except RuntimeError as error:
+        raise UnsupportedInputError(str(error)) from None
 
 
 def _formats(text: str):

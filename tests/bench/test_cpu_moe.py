@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ktgraph.bench import report
+from ktgraph.bench import run as bench_run
 from ktgraph.bench.cells import Cell, Key, Store
 from ktgraph.bench.cpu_moe import ATTEMPTS, LEAST_SLOW_RUNS, Bench, Options
 from ktgraph.bench.limits import UNITS_OF, Limits, Reader, measure_peaks, peak_unit
@@ -234,6 +235,41 @@ def test_a_wrong_result_is_never_timed_or_shown(fault):
     assert cell.seconds == 0
 
 
+class Broken(NativeMoe):
+    """Fails as a library may: with any exception, when built or when run."""
+
+    def __init__(self, at):
+        super().__init__(parse_format("int8"))
+        self.name, self.at = f"broken {at}", at
+
+    def build(self, shape, source, layers, threads):
+        if self.at == "build":
+            raise MemoryError
+        stack = super().build(shape, source, layers, threads)
+        stack.prepare = cast("Any", lambda batch: 1 // 0)
+        return stack
+
+
+def test_one_failing_library_does_not_end_the_run():
+    subjects = [Broken("build"), Broken("run"), NativeMoe(parse_format("int8"))]
+    made, _ = bench(subjects, tokens=(1,))
+    assert made.run() == 0
+    assert [c.key.subject for c in made.store.measured()] == ["ktgraph"]
+    reasons = [c.refused for c in made.store.refused()]
+    assert reasons[0].startswith("failed: MemoryError")
+    assert reasons[1].startswith("failed: ZeroDivisionError")
+
+
+def test_the_command_fails_where_ktgraph_does(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_run, "NativeMoe", lambda fmt, isa: Faulty(spoil_one_token))
+    command = [
+        "bench", "cpu", "--shapes", "tiny", "--tokens", "3", "--formats", "int8", "--threads", "1",
+        "--footprint", "0.001", "--cell-seconds", "0",
+    ]  # fmt: skip
+    assert ktgraph_main(command) == 1
+    assert "wrong result" in capsys.readouterr().out
+
+
 def test_a_forced_isa_is_a_subject_of_its_own():
     made, _ = bench([NativeMoe(parse_format("int8"), isa) for isa in ("", "avx2")], tokens=(1,))
     made.run()
@@ -437,6 +473,7 @@ def test_the_command_measures_and_resumes(tmp_path, capsys):
         (["--formats", "int4:x"], "int4:32"),
         (["--threads", "100000"], "CPUs"),
         (["--report-only"], "--store"),
+        (["--isa", "sse9"], 'isa="sse9" is not a known level'),
     ],
 )
 def test_wrong_arguments_are_one_message(arguments, message, capsys):
