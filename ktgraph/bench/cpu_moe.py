@@ -128,8 +128,9 @@ class Bench:
         try:
             peaks = measure_peaks(threads, self.options.peak_seconds)
             for key in keys:
-                if self._left > 0:
-                    self._add(self._cell(key, shape, stack, layers, peaks))
+                cell = self._cell(key, shape, stack, layers, peaks) if self._left > 0 else None
+                if cell is not None and (cell.refused or cell.runs >= LEAST_SLOW_RUNS):
+                    self._add(cell)  # else the time was over: left for the next call
         finally:
             stack.close()
 

@@ -333,6 +333,21 @@ def test_no_time_measures_nothing_and_says_what_is_left(tmp_path):
     assert not said
 
 
+def test_a_cell_cut_short_is_left_for_the_next_call():
+    made, said = bench(
+        [NativeMoe(parse_format("bf16"))], tokens=(1,), seconds=60.0, cell_seconds=0.0
+    )
+
+    def end_of_time(speed: float = 8e9) -> float:
+        made._ends = 0.0
+        return speed
+
+    made.reader.read_lately = lambda threads: end_of_time()  # before the first run
+    assert made.run() == 1
+    assert not made.store.cells
+    assert not [line for line in said if "T=" in line]
+
+
 def test_a_subject_that_cannot_run_is_named_and_tried_again(tmp_path):
     path = tmp_path / "cells.jsonl"
     unknown = NativeMoe(parse_format("int3"))
