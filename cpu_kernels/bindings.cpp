@@ -27,6 +27,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace ktg;
 
+namespace ktg {
+void bind_limits(nb::module_& m);  // limits.cpp
+}
+
 namespace {
 
 struct PyTensor {
@@ -565,4 +569,5 @@ NB_MODULE(_native, m) {
         "Binds slices to memory nodes; returns '' or why the system refused.");
   m.def("numa_node_of", &numa_node_of, "address"_a, "Memory node of a page; -1 when refused.");
   m.def("kernels", &kernels, "Kernel name -> what it does, its operands and attributes.");
+  bind_limits(m);
 }

@@ -14,6 +14,8 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from ktgraph.bench.limits import Limits, Reader, measure_limits, read_buffer_size
+from ktgraph.bench.report import limit_tables
 from ktgraph.target import CpuInfo, Target, cache_file, host_target, probe_cpu, round_size
 from ktgraph.target.probe import ISA_FLAGS
 
@@ -43,6 +45,7 @@ class DoctorReport:
     native: str  # the extension's file, or "" where it cannot be imported
     native_error: str
     checks: tuple[KernelCheck, ...]
+    limits: Limits | None = None  # measured now; None where there is no native extension
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -68,6 +71,7 @@ class DoctorReport:
     def tables(self) -> list[Table]:
         """The report's tables, in order."""
         tables = [self._machine(), self._bandwidth(), self._peaks()]
+        tables += limit_tables(self.limits) if self.limits is not None else []
         if self.target.links:
             tables.append(self._links())
         return [*tables, self._kernels()]
@@ -135,10 +139,11 @@ class DoctorReport:
         return table
 
 
-def doctor(*, remeasure: bool = False) -> DoctorReport:
+def doctor(*, remeasure: bool = False, thorough: bool = False) -> DoctorReport:
     """Looks at this machine and runs every native kernel's own check.
 
-    Measures for a few seconds if this machine never was, or if `remeasure`.
+    Measures for a few seconds if this machine never was, or if `remeasure`.  Limits are measured
+    each time, for one or two seconds; `thorough`: for longer, on more memory.
     """
     native, error = _native()
     return DoctorReport(
@@ -148,7 +153,16 @@ def doctor(*, remeasure: bool = False) -> DoctorReport:
         native=native,
         native_error=error,
         checks=tuple(run_check(name, check) for name, check in _kernel_checks()),
+        limits=_limits(thorough) if native else None,
     )
+
+
+def _limits(thorough: bool) -> Limits:
+    """Natively measured limits: what kernels are held against."""
+    reader = Reader(read_buffer_size() if thorough else read_buffer_size(4.0, 1 << 30))
+    if thorough:
+        return measure_limits(reader, seconds=0.5)
+    return measure_limits(reader, passes=2, seconds=0.03)
 
 
 def run_check(name: str, check: Callable[[], object]) -> KernelCheck:

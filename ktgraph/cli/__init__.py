@@ -26,6 +26,7 @@ COMMANDS = (
     "replay",
     "passes",
     "doctor",
+    "bench",
     "fmt",
 )  # in the order that `ktgraph --help` lists them
 

@@ -13,6 +13,8 @@ def add_parser(commands: Any) -> None:
         "doctor", help="look at this machine and check the kernels", description=__doc__
     )
     parser.add_argument("--remeasure", action="store_true", help="measure even if it was before")
+    longer = "measure limits for longer, on more memory (about half a minute)"
+    parser.add_argument("--thorough", action="store_true", help=longer)
     parser.add_argument("--save-target", type=Path, metavar="FILE.toml",
                         help="write the machine's description")  # fmt: skip
     parser.set_defaults(main=main)
@@ -24,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
 
     from ktgraph.doctor import doctor
 
-    report = doctor(remeasure=args.remeasure)
+    report = doctor(remeasure=args.remeasure, thorough=args.thorough)
     Console(highlight=False).print(report)
     if args.save_target is not None:
         args.save_target.write_text(report.target.to_toml(), encoding="utf-8")

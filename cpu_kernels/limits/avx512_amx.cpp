@@ -1,0 +1,62 @@
+// Limits of AMX: 2 x 2 blocks of tiles that stay in registers (two A, two B, four accumulators).
+#include "cpu_limits.h"
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace ktg {
+namespace avx512_amx_limits {
+
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};  // the CPU has 8 tiles, the rest must be 0
+};
+
+void start() {
+  // In memory, not on the stack: the intrinsic tells the compiler of its first 8 bytes only.
+  static const TileConfig config;
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+}
+
+constexpr double kTileMacs = 4.0 * 16 * 16;  // times the products in 64 bytes, per round
+
+}  // namespace
+
+double int8(long rounds) {
+  start();
+  for (long i = 0; i < rounds; ++i) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+  _tile_release();
+  return double(rounds) * kTileMacs * 64 * 2;
+}
+
+double bf16(long rounds) {
+  start();
+  for (long i = 0; i < rounds; ++i) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return double(rounds) * kTileMacs * 32 * 2;
+}
+
+}  // namespace avx512_amx_limits
+}  // namespace ktg
