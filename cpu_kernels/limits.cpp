@@ -21,6 +21,7 @@
 
 #include "engine.h"
 #include "isa.h"
+#include "topology.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -36,7 +37,7 @@ double seconds_since(Clock::time_point start) {
 }
 
 bool has(const char* flag) { return detect_isa().flags.at(flag); }
-bool has_avx512() { return detect_isa().best == "avx512"; }
+bool has_avx512() { return has("avx512f") && has("os_zmm"); }
 
 // Linux >= 5.16 hands out AMX tile state to a process that asks once; threads inherit it.
 bool may_use_tiles() {

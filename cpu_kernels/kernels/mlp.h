@@ -67,9 +67,8 @@ static MlpShared mlp_shared_of(const Mlp& m, char* base) {
   };
   MlpShared s{};
   s.wide_pitch = ceil_div(m.inner, 16) * 16;
-  s.parts_pitch = lmin(
-      m.w2->tiles * 16,
-      lmax(kDownTiles * 16, kPartsBytes / (pairs * 4) / (kDownTiles * 16) * (kDownTiles * 16)));
+  const long unit = kDownTiles * 16, most = kPartsBytes / (lmax(pairs, 1) * 4) / unit * unit;
+  s.parts_pitch = lmin(m.w2->tiles * 16, lmax(unit, most));
   s.pairs = pairs_at(m, take(m.few ? 0 : pairs_bytes(m)));
   const long blocks = ceil_div(m.inner, kActBlock);
   s.done = reinterpret_cast<uint32_t*>(take(m.coarse ? 0 : lmin(m.experts, pairs) * blocks * 4));

@@ -26,16 +26,18 @@ float Random::normal() {
 
 namespace {
 
-// Every packed format, with the groups it allows. A new format is a row here.
+// Every packed format, with the groups and the forms of rows it allows. A new format is a row here.
 struct FormatRow {
   const char* name;
   std::vector<long> groups;
+  std::vector<const char*> activations;
 };
 const FormatRow kFormats[] = {
-    {"f32", {0}},
-    {"bf16", {0}},
-    {"int8", {0}},
-    {"int4", {32, 64, 128}},
+    {"f32", {0}, {"f32"}},
+    {"bf16", {0}, {"f32"}},
+    {"int8", {0}, {"f32", "int8"}},
+    {"int4", {32, 64, 128}, {"f32", "int8"}},
+    {"int4p", {32, 64, 128}, {"int8"}},
 };
 
 class Builder {
@@ -65,12 +67,22 @@ class Builder {
     }
     return tensor(data, DT_I32, {w.tokens, k}, false);
   }
+  // A weight for a kernel that takes f32 rows only.
+  Operand plain_weight(long rows, long cols) {
+    const bool fits = std::string(activations_) == "f32";
+    return fits ? weight(rows, cols) : weight_of("f32", 0, "f32", rows, cols, 1, false);
+  }
   Operand weight(long rows, long cols, long count = 1, bool gate_up = false) {
+    return weight_of(format_->name, group_, activations_, rows, cols, count, gate_up);
+  }
+  Operand weight_of(const char* format, long group, const char* activations, long rows, long cols,
+                    long count, bool gate_up) {
     Operand o{};
     o.kind = KIND_WEIGHT;
-    const char* error = describe_weight(format_->name, rows, cols, count, group_, gate_up, &o.w);
+    const char* error = describe_weight(format, rows, cols, count, group, gate_up, &o.w);
+    if (!error) error = set_activations(activations, &o.w);
     if (error) {
-      std::fprintf(stderr, "stress: a row of kFormats is wrong: %s: %s\n", format_->name, error);
+      std::fprintf(stderr, "stress: a row of kFormats is wrong: %s: %s\n", format, error);
       std::exit(2);
     }
     char* stack = memory(size_t(o.w.stride * count));
@@ -115,6 +127,7 @@ class Builder {
   void choose_format() {
     format_ = &kFormats[r.below(long(sizeof kFormats / sizeof *kFormats))];
     group_ = format_->groups[r.below(long(format_->groups.size()))];
+    activations_ = format_->activations[r.below(long(format_->activations.size()))];
     dtype_ = r.below(2) ? DT_F32 : DT_BF16;
   }
   std::string format() const { return format_->name; }
@@ -156,6 +169,7 @@ class Builder {
 
   const IsaTable& isa_;
   const FormatRow* format_ = nullptr;
+  const char* activations_ = "f32";
   long group_ = 0;
   int dtype_ = DT_F32;
 };
@@ -195,7 +209,7 @@ void routed_layer(Builder& b) {
   const Operand wts = b.output({t, k}, DT_F32), y = b.output({t, d});
   const Operand normed = b.output({t, d});
   b.step("cpu.rms_norm", {x, b.input({d}, true, DT_F32), normed}, {{"eps", 1e-6}});
-  b.step("cpu.moe_route", {normed, b.weight(experts, d), Builder::none(), ids, wts},
+  b.step("cpu.moe_route", {normed, b.plain_weight(experts, d), Builder::none(), ids, wts},
          {{"score", std::string("softmax")}});
   b.step("cpu.grouped_mlp",
          {normed, ids, wts, b.weight(2 * f, d, experts, true), b.weight(d, f, experts),
