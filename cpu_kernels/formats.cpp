@@ -41,8 +41,8 @@ const char* describe_weight(const char* format, long rows, long cols, long count
   if (w.format == FMT_INT8) bytes += w.tiles * kTileRows * 4;
   if (w.format == FMT_INT4) bytes += w.tiles * w.groups * kTileRows * 2;
   if (w.format == FMT_INT4P) {
-    w.row_scale_offset = round_up(bytes + w.tiles * w.groups * kTileRows, 64);
-    bytes = w.row_scale_offset + w.tiles * kTileRows * 4;
+    w.outer_offset = round_up(bytes + w.tiles * w.groups * kTileRows, 64);
+    bytes = w.outer_offset + w.tiles * kTileRows * 4;
   }
   w.stride = round_up(bytes, 64);
   if (w.stride % 4096 == 0) w.stride += 64;

@@ -47,7 +47,7 @@ float scale_at(const WeightArg& w, const char* matrix, Place p, long k) {
   if (w.format == FMT_INT8) return reinterpret_cast<const float*>(scales)[row];
   if (w.format == FMT_INT4P)
     return float(code_at(w, matrix, p, k) & 15) *
-           reinterpret_cast<const float*>(matrix + w.row_scale_offset)[row];
+           reinterpret_cast<const float*>(matrix + w.outer_offset)[row];
   return widen(reinterpret_cast<const uint16_t*>(
       scales)[(p.tile * w.groups + k / w.group) * kTileRows + p.lane]);
 }
@@ -60,8 +60,8 @@ void clear_gaps(const WeightArg& w, char* matrix) {
   if (w.format == FMT_INT4) end += w.tiles * w.groups * kTileRows * 2;
   if (w.format == FMT_INT4P) {
     end += w.tiles * w.groups * kTileRows;
-    std::memset(matrix + end, 0, w.row_scale_offset - end);
-    end = w.row_scale_offset + w.tiles * kTileRows * 4;
+    std::memset(matrix + end, 0, w.outer_offset - end);
+    end = w.outer_offset + w.tiles * kTileRows * 4;
   }
   std::memset(matrix + end, 0, w.stride - end);
 }

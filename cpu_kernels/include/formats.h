@@ -22,14 +22,14 @@ struct WeightArg {
   bool gate_up;
   int activations;
   long rows, cols, count, group;
-  long tiles;             // per matrix, padding included
-  long step;              // columns per block
-  long kpad;              // cols rounded up to whole tile operands
-  long groups;            // scale groups per row
-  long tile_bytes;        // data bytes of one tile
-  long scale_offset;      // from the start of a matrix: scales of rows or groups
-  long row_scale_offset;  // int4p: behind its group factors
-  long stride;            // bytes between matrices of the stack
+  long tiles;         // per matrix, padding included
+  long step;          // columns per block
+  long kpad;          // cols rounded up to whole tile operands
+  long groups;        // scale groups per row
+  long tile_bytes;    // data bytes of one tile
+  long scale_offset;  // from the start of a matrix: scales of rows or groups
+  long outer_offset;  // a second table: scales of rows behind factors of groups (int4p)
+  long stride;        // bytes between matrices of the stack
 };
 
 // Fills the derived fields; returns nullptr or what is wrong.

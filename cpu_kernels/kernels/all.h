@@ -15,11 +15,15 @@
 
 #include "kernels/int_rows.h"
 
+#include "kernels/int_format.h"
+
+#include "kernels/int_format_int4.h"
+#include "kernels/int_format_int4p.h"
+#include "kernels/int_format_int8.h"
+
 #include "kernels/int_panel.h"
 
 #include "kernels/int_tiles.h"
-
-#include "kernels/int_formats.h"
 
 #include "kernels/int_weights.h"
 

@@ -23,15 +23,21 @@ struct IntPanel {
   const char* data;
   long tile;             // bytes between tiles
   long k0, k1;           // columns
-  const float* scale;    // block scales [tile][16], or null
+  long r0;               // first row, of which x_scale[0] tells
+  const float* scale;    // of this block: [tile][16]
+  const float* offset;   // likewise
   const float* x_scale;  // of every row, this block
+  const float* x_sum;    // x_scale times the sum of the row's bytes, for offsets
 };
 
-template <bool SCALED, bool FIRST>
-KTG_IN void add_block(float* c, I total, F scale, float x_scale) {
+// What a block adds to 16 outputs of one row.
+template <int SCALING, bool FIRST>
+KTG_IN void add_block(float* c, I total, F scale, F offset, float x_scale, float x_sum) {
   F v = to_float(total);
-  if (SCALED) v = mul(v, scale);
-  store(c, FIRST ? mul(v, set1(x_scale)) : fma(v, set1(x_scale), load(c)));
+  if (SCALING != ROW_SCALED) v = mul(v, scale);
+  v = FIRST ? mul(v, set1(x_scale)) : fma(v, set1(x_scale), load(c));
+  if (SCALING == BLOCK_OFFSET) v = fma(offset, set1(x_sum), v);
+  store(c, v);
 }
 
 }  // namespace

@@ -14,24 +14,25 @@ constexpr size_t kTileSpill = 2 * 32 * 32 * 4;
 struct Spilled {
   const int* sums;  // [rows][32], or null
   long rows, tiles;
-  const float* scale;  // [tile][16], or null
-  const float* x_scale;
+  const float *scale, *offset;  // [tile][16]
+  const float *x_scale, *x_sum;
   float* c;
 };
 
-template <bool SCALED, bool FIRST>
+template <int SCALING, bool FIRST>
 KTG_IN void add_spilled(const Spilled& s, long m0, long m1, long c_row) {
   for (long n = 0; n < s.tiles; ++n) {
-    const F scale = SCALED ? load(s.scale + n * 16) : zero();
+    const F scale = SCALING != ROW_SCALED ? load(s.scale + n * 16) : zero();
+    const F offset = SCALING == BLOCK_OFFSET ? load(s.offset + n * 16) : zero();
     for (long m = m0; m < m1; ++m)
-      add_block<SCALED, FIRST>(s.c + m * c_row + n * 16, load_ints(s.sums + m * 32 + n * 16), scale,
-                               s.x_scale[m]);
+      add_block<SCALING, FIRST>(s.c + m * c_row + n * 16, load_ints(s.sums + m * 32 + n * 16),
+                                scale, offset, s.x_scale[m], s.x_sum[m]);
   }
 }
 
 // The dot products of up to 32 rows and 2 weight tiles, into `spill`. Between the steps the sums of
 // the call before are added to C: the tile unit and the vector units work side by side.
-template <int MA, int NB, bool SCALED, bool FIRST>
+template <int MA, int NB, int SCALING, bool FIRST>
 static void int_tile_dots(const char* a, long a_stride, const char* b, long b_tile, long k,
                           int* spill, const Spilled& before, long c_row) {
   const long steps = ceil_div(k, 64), share = ceil_div(before.rows, steps);
@@ -52,8 +53,8 @@ static void int_tile_dots(const char* a, long a_stride, const char* b, long b_ti
       tile_dot_int8<2, 5, 6>();
       if constexpr (NB == 2) tile_dot_int8<3, 5, 7>();
     }
-    add_spilled<SCALED, FIRST>(before, lmin(i * share, before.rows),
-                               lmin((i + 1) * share, before.rows), c_row);
+    add_spilled<SCALING, FIRST>(before, lmin(i * share, before.rows),
+                                lmin((i + 1) * share, before.rows), c_row);
   }
   tile_store<0>(spill, 128);
   if constexpr (NB == 2) tile_store<1>(spill + 16, 128);
@@ -61,18 +62,18 @@ static void int_tile_dots(const char* a, long a_stride, const char* b, long b_ti
   if constexpr (MA == 2 && NB == 2) tile_store<3>(spill + 16 * 32 + 16, 128);
 }
 
-template <int NB, bool SCALED, bool FIRST>
+template <int NB, int SCALING, bool FIRST>
 static void int_tile_block(const IntPanel& p, const char* a, long a_stride, long rows, long n0,
                            int* spill, const Spilled& before, long c_row) {
   const char* b = p.data + n0 * p.tile;
   const long k = p.k1 - p.k0;
   if (rows > 16)
-    int_tile_dots<2, NB, SCALED, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
+    int_tile_dots<2, NB, SCALING, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
   else
-    int_tile_dots<1, NB, SCALED, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
+    int_tile_dots<1, NB, SCALING, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
 }
 
-template <bool SCALED, bool FIRST>
+template <int SCALING, bool FIRST>
 static void int_panel_tiles_of(const IntPanel& p, const IntRows& x, long r0, long rows, long tiles,
                                float* c, long c_row, char* scratch) {
   int* spill[2] = {reinterpret_cast<int*>(scratch), reinterpret_cast<int*>(scratch) + 32 * 32};
@@ -83,25 +84,23 @@ static void int_panel_tiles_of(const IntPanel& p, const IntRows& x, long r0, lon
     const long here = lmin(32, rows - m);
     for (long n = 0; n < tiles; n += 2, turn ^= 1) {
       const bool pair = tiles - n > 1;
-      pair ? int_tile_block<2, SCALED, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row)
-           : int_tile_block<1, SCALED, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row);
-      before = {spill[turn],      here,          pair ? 2 : 1,
-                p.scale + n * 16, p.x_scale + m, c + m * c_row + n * 16};
+      pair ? int_tile_block<2, SCALING, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row)
+           : int_tile_block<1, SCALING, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row);
+      before = {spill[turn],       here,          pair ? 2 : 1, p.scale + n * 16,
+                p.offset + n * 16, p.x_scale + m, p.x_sum + m,  c + m * c_row + n * 16};
     }
   }
-  add_spilled<SCALED, FIRST>(before, 0, before.rows, c_row);
+  add_spilled<SCALING, FIRST>(before, 0, before.rows, c_row);
 }
 
+template <int SCALING>
 static void int_panel_amx(const IntPanel& p, const IntRows& x, long r0, long rows, long tiles,
                           float* c, long c_row, char* scratch) {
-  if (p.scale)
-    p.k0 == 0 ? int_panel_tiles_of<true, true>(p, x, r0, rows, tiles, c, c_row, scratch)
-              : int_panel_tiles_of<true, false>(p, x, r0, rows, tiles, c, c_row, scratch);
-  else
-    p.k0 == 0 ? int_panel_tiles_of<false, true>(p, x, r0, rows, tiles, c, c_row, scratch)
-              : int_panel_tiles_of<false, false>(p, x, r0, rows, tiles, c, c_row, scratch);
+  p.k0 == 0 ? int_panel_tiles_of<SCALING, true>(p, x, r0, rows, tiles, c, c_row, scratch)
+            : int_panel_tiles_of<SCALING, false>(p, x, r0, rows, tiles, c, c_row, scratch);
 }
 #else
+template <int SCALING>
 static void int_panel_amx(const IntPanel&, const IntRows&, long, long, long, float*, long, char*) {}
 #endif
 

@@ -20,15 +20,18 @@ static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long 
   for (int m = 0; m < M; ++m) x[m] = row_of(rows, r0 + m);
   const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
   for (long k0 = 0; k0 < kpad; k0 += span) {
+    const long k1 = lmin(k0 + span, kpad);
     I total[M][N];
-    Fmt::template dot<M, N>(t, n0, x, k0, lmin(k0 + span, kpad), total);
+    Fmt::template dot<M, N>(t, n0, x, k0, k1, total);
     for (int n = 0; n < N; ++n) {
-      const F scale = Fmt::block_scale(t, n0 + n, k0);
+      const F scale = Fmt::block_scale(t, n0 + n, k0), offset = Fmt::block_offset(t, n0 + n, k0);
       for (int m = 0; m < M; ++m) {
         float* out = c + m * c_row + (n0 + n) * 16;
         const float x_scale = x[m].scale[k0 / kActBlock];
-        k0 == 0 ? add_block<Fmt::kBlockScale, true>(out, total[m][n], scale, x_scale)
-                : add_block<Fmt::kBlockScale, false>(out, total[m][n], scale, x_scale);
+        const float x_sum =
+            Fmt::kScaling == BLOCK_OFFSET ? x_scale * float(group_sum(x[m], k0, k1)) : 0.0f;
+        k0 == 0 ? add_block<Fmt::kScaling, true>(out, total[m][n], scale, offset, x_scale, x_sum)
+                : add_block<Fmt::kScaling, false>(out, total[m][n], scale, offset, x_scale, x_sum);
       }
     }
   }
@@ -63,7 +66,7 @@ static void int_direct(const Tiles& t, const IntRows& x, long r0, long rows, flo
   }
 }
 
-template <int M, int N>
+template <int SCALING, int M, int N>
 static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, long n0, float* c,
                             long c_row) {
   IntRow x[M];
@@ -87,34 +90,33 @@ static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, lon
     }
   }
   for (int n = 0; n < N; ++n) {
-    const F scale = p.scale ? load(p.scale + (n0 + n) * 16) : zero();
+    const bool scaled = SCALING != ROW_SCALED;
+    const F scale = scaled ? load(p.scale + (n0 + n) * 16) : zero();
+    const F offset = SCALING == BLOCK_OFFSET ? load(p.offset + (n0 + n) * 16) : zero();
     for (int m = 0; m < M; ++m) {
       float* out = c + m * c_row + (n0 + n) * 16;
-      const float x_scale = x[m].scale[p.k0 / kActBlock];
-      if (p.scale)
-        p.k0 == 0 ? add_block<true, true>(out, acc[m][n], scale, x_scale)
-                  : add_block<true, false>(out, acc[m][n], scale, x_scale);
-      else
-        p.k0 == 0 ? add_block<false, true>(out, acc[m][n], scale, x_scale)
-                  : add_block<false, false>(out, acc[m][n], scale, x_scale);
+      const float x_scale = p.x_scale[r0 + m - p.r0], x_sum = p.x_sum[r0 + m - p.r0];
+      p.k0 == 0 ? add_block<SCALING, true>(out, acc[m][n], scale, offset, x_scale, x_sum)
+                : add_block<SCALING, false>(out, acc[m][n], scale, offset, x_scale, x_sum);
     }
   }
 }
 
-template <int M>
+template <int SCALING, int M>
 static void int_panel_tiles(const IntPanel& p, const IntRows& x, long r0, long tiles, float* c,
                             long c_row) {
   long n = 0;
   for (; n + kIntTiles <= tiles; n += kIntTiles)
-    int_panel_block<M, kIntTiles>(p, x, r0, n, c, c_row);
+    int_panel_block<SCALING, M, kIntTiles>(p, x, r0, n, c, c_row);
   if constexpr (kIntTiles == 4) {
-    if (tiles - n == 3) return int_panel_block<M, 3>(p, x, r0, n, c, c_row);
-    if (tiles - n == 2) return int_panel_block<M, 2>(p, x, r0, n, c, c_row);
+    if (tiles - n == 3) return int_panel_block<SCALING, M, 3>(p, x, r0, n, c, c_row);
+    if (tiles - n == 2) return int_panel_block<SCALING, M, 2>(p, x, r0, n, c, c_row);
   }
-  if (tiles - n == 1) int_panel_block<M, 1>(p, x, r0, n, c, c_row);
+  if (tiles - n == 1) int_panel_block<SCALING, M, 1>(p, x, r0, n, c, c_row);
 }
 
 // All rows over one panel, in blocks of nearly equal height.
+template <int SCALING>
 static void int_panel_vector(const IntPanel& p, const IntRows& x, long r0, long rows, long tiles,
                              float* c, long c_row) {
   const long blocks = ceil_div(rows, kIntRows);
@@ -122,19 +124,15 @@ static void int_panel_vector(const IntPanel& p, const IntRows& x, long r0, long 
     const long m0 = rows * b / blocks, m = rows * (b + 1) / blocks - m0;
     float* out = c + m0 * c_row;
     if constexpr (kIntRows == 6) {
-      if (m == 6) int_panel_tiles<6>(p, x, r0 + m0, tiles, out, c_row);
-      if (m == 5) int_panel_tiles<5>(p, x, r0 + m0, tiles, out, c_row);
+      if (m == 6) int_panel_tiles<SCALING, 6>(p, x, r0 + m0, tiles, out, c_row);
+      if (m == 5) int_panel_tiles<SCALING, 5>(p, x, r0 + m0, tiles, out, c_row);
     }
-    if (m == 4) int_panel_tiles<4>(p, x, r0 + m0, tiles, out, c_row);
-    if (m == 3) int_panel_tiles<3>(p, x, r0 + m0, tiles, out, c_row);
-    if (m == 2) int_panel_tiles<2>(p, x, r0 + m0, tiles, out, c_row);
-    if (m == 1) int_panel_tiles<1>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 4) int_panel_tiles<SCALING, 4>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 3) int_panel_tiles<SCALING, 3>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 2) int_panel_tiles<SCALING, 2>(p, x, r0 + m0, tiles, out, c_row);
+    if (m == 1) int_panel_tiles<SCALING, 1>(p, x, r0 + m0, tiles, out, c_row);
   }
 }
-
-// Scratch: the panel, its block scales, the rows' scales, and what tiles spill.
-constexpr size_t kIntScaleBytes = kUnitTiles * 64;
-constexpr size_t kIntScratchBytes = kIntPanelBytes + kIntScaleBytes + kRowBlock * 4 + kTileSpill;
 
 // The next block of a packed panel, to the second-level cache, while this one is worked on.
 static void prefetch_block(const Tiles& t, long k) {
@@ -145,30 +143,45 @@ static void prefetch_block(const Tiles& t, long k) {
       _mm_prefetch(tile_data(t, n) + at + i, _MM_HINT_T1);
 }
 
+struct IntScratch {
+  char panel[kIntPanelBytes];
+  float scale[kUnitTiles * 16], offset[kUnitTiles * 16];
+  float x_scale[kRowBlock], x_sum[kRowBlock];
+  char spill[kTileSpill];
+};
+
+template <class Fmt>
+static IntPanel int_panel_of(const Tiles& t, long k0, long k1, IntScratch& s) {
+  if (Fmt::kPacked) prefetch_block(t, k1);
+  for (long n = 0; n < t.count; ++n) {
+    if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, s.panel + n * (k1 - k0) * 16);
+    if (Fmt::kScaling != ROW_SCALED) store(s.scale + n * 16, Fmt::block_scale(t, n, k0));
+    if (Fmt::kScaling == BLOCK_OFFSET) store(s.offset + n * 16, Fmt::block_offset(t, n, k0));
+  }
+  const char* data = Fmt::kPacked ? tile_data(t, 0) + k0 * 16 : s.panel;
+  const long tile = Fmt::kPacked ? t.w->tile_bytes : (k1 - k0) * 16;
+  return {data, tile, k0, k1, 0, s.scale, s.offset, s.x_scale, s.x_sum};
+}
+
 template <class Fmt>
 static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
                         char* scratch) {
-  float* scale = reinterpret_cast<float*>(scratch + kIntPanelBytes);
-  float* x_scale = scale + kUnitTiles * 16;
-  char* spill = reinterpret_cast<char*>(x_scale + kRowBlock);
+  IntScratch& s = *reinterpret_cast<IntScratch*>(scratch);
   const TileUse use(Fmt::columns(*t.w));
   const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
-  const bool by_tiles = kHasTiles && !x.of;
   for (long k0 = 0; k0 < kpad; k0 += span) {
     const long k1 = lmin(k0 + span, kpad);
-    IntPanel p{scratch, (k1 - k0) * 16, k0, k1, Fmt::kBlockScale ? scale : nullptr, x_scale};
-    if (Fmt::kPacked) {
-      p.data = tile_data(t, 0) + k0 * 16, p.tile = t.w->tile_bytes;
-      prefetch_block(t, k0 + span);
+    IntPanel p = int_panel_of<Fmt>(t, k0, k1, s);
+    p.r0 = r0;
+    for (long m = 0; m < rows; ++m) {
+      const IntRow row = row_of(x, r0 + m);
+      s.x_scale[m] = row.scale[k0 / kActBlock];
+      if (Fmt::kScaling == BLOCK_OFFSET) s.x_sum[m] = s.x_scale[m] * float(group_sum(row, k0, k1));
     }
-    for (long n = 0; n < t.count; ++n) {
-      if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, scratch + n * p.tile);
-      if (Fmt::kBlockScale) store(scale + n * 16, Fmt::block_scale(t, n, k0));
-    }
-    if (by_tiles && k0 % kActBlock == 0)
-      for (long m = 0; m < rows; ++m) x_scale[m] = row_of(x, r0 + m).scale[k0 / kActBlock];
-    by_tiles ? int_panel_amx(p, x, r0, rows, t.count, c, c_row, spill)
-             : int_panel_vector(p, x, r0, rows, t.count, c, c_row);
+    if (kHasTiles && !x.of)
+      int_panel_amx<Fmt::kScaling>(p, x, r0, rows, t.count, c, c_row, s.spill);
+    else
+      int_panel_vector<Fmt::kScaling>(p, x, r0, rows, t.count, c, c_row);
   }
 }
 

@@ -190,7 +190,7 @@ static void pack_tile(const PackJob& job, long tile, const float* cols) {
       return;
     default:
       pack_int4p(cols, w, dst, reinterpret_cast<uint8_t*>(scales) + tile * w.groups * 16,
-                 reinterpret_cast<float*>(job.dst + w.row_scale_offset) + tile * 16);
+                 reinterpret_cast<float*>(job.dst + w.outer_offset) + tile * 16);
   }
 }
 

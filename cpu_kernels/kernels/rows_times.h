@@ -9,7 +9,7 @@ namespace {
 constexpr long kRowSlack = 32;  // rows that tile kernels may read and write beyond
 constexpr long kFewTokens = 8;  // up to here bf16 weights meet f32 rows; no row is copied
 constexpr long kCRow = kUnitTiles * 16;
-constexpr size_t kTimesBytes = kPanelBytes > kIntScratchBytes ? kPanelBytes : kIntScratchBytes;
+constexpr size_t kTimesBytes = kPanelBytes > sizeof(IntScratch) ? kPanelBytes : sizeof(IntScratch);
 constexpr size_t kCBytes = (kRowBlock + kRowSlack) * kCRow * 4;
 
 KTG_IN int rows_kind(const WeightArg& w, long tokens) {

@@ -1,0 +1,62 @@
+// An integer format is a struct of static members that the kernels of int_weights.h are given; one
+// file each, int_format_<name>.h. It says
+//   columns(w)      how many columns it sums in integers before a float scale is due (a block)
+//   dot<M, N>       the integer sums of one block, from packed bytes
+//   unpack          the same block as signed bytes, 64 per four columns: a panel (kPacked: the
+//   packed
+//                   bytes are one)
+//   kScaling, block_scale, block_offset   see Scaling
+//   kRowScale, row_scale                  the float scale of a row, applied at the end
+// The integers are exact, and floats are added block by block: every path gives the same bits.
+#pragma once
+
+namespace ktg {
+namespace KTG_ISA {
+namespace {
+
+// How the integer sum of a block joins C, s being the scale of the row of x there:
+enum Scaling : int {
+  ROW_SCALED,    // C += sum * s; the row's scale comes at the end
+  BLOCK_SCALED,  // C += sum * scale * s
+  BLOCK_OFFSET,  // C += sum * scale * s + offset * (s * sum of x): a value is q * scale + offset
+};
+
+KTG_IN int group_sum(const IntRow& x, long k0, long k1) {
+  int s = 0;
+  for (long i = k0 / kSumColumns; i < k1 / kSumColumns; ++i) s += x.sum[i];
+  return s;
+}
+
+// Prefetch distance in each tile's stream of bytes; near its end, where the stream goes on.
+KTG_IN const char* ahead_of(const Tiles& t, long n_tiles, const char* data, long offset) {
+  const long at = offset + kPrefetch;
+  return data + (at < t.w->tile_bytes ? at : at + (n_tiles - 1) * t.w->tile_bytes);
+}
+
+// Sums of nibbles times bytes over [k0, k1), from zero.
+template <int M, int N>
+KTG_IN void dot_group(const Tiles& t, long n0, const IntRow (&x)[M], long k0, long k1,
+                      I (&acc)[M][N]) {
+  const char* data[N];
+  for (int n = 0; n < N; ++n) data[n] = tile_data(t, n0 + n);
+  for (long k = k0; k < k1; k += 8) {
+    I low[N], high[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const I w = load_block(data[n] + k * 8);
+      _mm_prefetch(ahead_of(t, N, data[n], k * 8), _MM_HINT_T0);
+      low[n] = low_nibbles(w), high[n] = high_nibbles(w);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const I x_low = four_bytes(x[m].q + k), x_high = four_bytes(x[m].q + k + 4);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n)
+        acc[m][n] = dot_nibbles(dot_nibbles(acc[m][n], low[n], x_low), high[n], x_high);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace KTG_ISA
+}  // namespace ktg
