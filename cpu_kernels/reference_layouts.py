@@ -147,7 +147,7 @@ def quantize_int4(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best_factor(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of one group and the rows' scales -> factor (0..15) and offset (8 or 7) of least error."""
+    """Rows of one group, the rows' scales -> factor (0..15), offset (8 or 7) of least error."""
     peak = np.abs(w).max(axis=1)
     guess = np.rint(peak * _inverse(np.float32(7.5) * scale))
     factor = best_factor = np.zeros(len(w), np.float32)
@@ -252,6 +252,20 @@ def _rows_of_groups(stored: np.ndarray, lay: Layout) -> np.ndarray:
 
 def _per_column(values: np.ndarray, lay: Layout) -> np.ndarray:
     return np.repeat(values, lay.group, axis=1)[:, : lay.kpad]
+
+
+def int4p_parts(
+    data: np.ndarray, rows: int, cols: int, group: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of one int4p matrix -> nibbles [rows, cols], codes [rows, groups], scales [rows]."""
+    lay = Layout("int4p", rows, cols, group)
+    blocks = data[: lay.data_nbytes].reshape(lay.tiles, lay.kpad // 8, TILE_ROWS, 4)
+    nibbles = np.concatenate([blocks & 15, blocks >> 4], axis=-1).transpose(0, 2, 1, 3)
+    scale_bytes = data[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes]
+    codes = _rows_of_groups(scale_bytes[: lay.tiles * lay.groups * TILE_ROWS], lay)
+    scales = np.ascontiguousarray(scale_bytes[-lay.tiles * 64 :]).view(np.float32)
+    kept = -(-cols // group)
+    return nibbles.reshape(-1, lay.kpad)[:rows, :cols], codes[:rows, :kept], scales[:rows]
 
 
 def to_float(

@@ -119,6 +119,7 @@ class CompileOptions:
     quantize: str | None = (
         None  # policy, e.g. "int8", "int4(group=32)", "experts=int4(group=64),*=int8"
     )
+    activations: str = "auto"  # rows that meet integer weights: auto (int8), f32 (as they are)
     exact: bool = False  # refuse every lossy rewrite
     max_tokens: int = 512  # most new tokens in one call: the prefill chunk
     max_batch: int = 16  # most sequences in one call
@@ -141,6 +142,8 @@ def option_fault(name: str, value: object) -> str | None:
     if name in _ABOVE_ZERO:
         fits = type(value) is int and value > 0
         return None if fits else f"{name}={value!r}: expected a whole number above 0"
+    if name == "activations":
+        return None if value in ("auto", "f32") else f"{name}={value!r}: expected 'auto' or 'f32'"
     wanted = bool if name == "exact" else str
     if isinstance(value, wanted):
         return None

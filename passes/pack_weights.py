@@ -4,8 +4,14 @@ Tiles hold the same values in the order in which the kernels walk them, so this 
 bf16, int4 keeps its groups.  Gate and up rows of one MLP alternate by tile.  Tables, norms and
 router gates stay dense, and so does whatever runs on another device.
 
+The encoding also says in which form a kernel takes the rows that it multiplies: `rows=int8` for
+integer weights (dot products run on integer units, with one scale per row and 256 columns),
+`rows=bf16` for bf16 weights where the op computes in bf16, else f32.  The compile option
+activations="f32" keeps rows as they are, except for int4p, which has no such kernel.
+
 Before:  %q = nn.linear %h, @q_proj.q                         @q_proj.q : f32[H*A, D]<int8>
-After:   %q = nn.linear %h, @q_proj.q.p    @q_proj.q.p : f32[H*A, D]<tile.int8> = pack(@q_proj.q)
+After:   %q = nn.linear %h, @q_proj.q.p : f32[T, H*A] via cpu.linear_int8
+         weight @q_proj.q.p : f32[H*A, D]<tile.int8(rows=int8)> = pack(@q_proj.q)
 """
 
 from __future__ import annotations
@@ -29,7 +35,11 @@ _PACKED: dict[str, dict[int, bool]] = {
     "moe.grouped_mlp": {3: True, 4: False},
     "mla.attend_expanded": {4: False},
 }
-_FORMATS = {"f32": "f32", "f16": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+_FORMATS = {
+    "f32": "f32", "f16": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4", "int4p": "int4p",
+}  # fmt: skip
+_INTEGERS = ("int8", "int4", "int4p")
+_ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
 
 
 @register_pass
@@ -64,10 +74,15 @@ def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool
         ctx.refused(_RULE, op, f"operand {position} is computed, not stored")
         return set()
     type = module.weight_of(ref).type
-    tile = _tile(type.encoding or Encoding(type.dtype), gate_up)
+    stored = type.encoding or Encoding(type.dtype)
+    rows = _rows(op, stored, exact_rows=ctx.options.activations == "f32")
+    tile = _tile(stored, gate_up, rows)
     if tile is None:
         if Tile.of(type.encoding) is None:
             ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
+        return set()
+    if tile.format == "int4p" and op.name not in _ANY_ROWS:
+        ctx.refused(_RULE, op, f"{ref} is int4p, which this op's kernel does not take")
         return set()
     leaf = ref.name.rpartition(".")[2] + ".p"
     attrs = {"encoding": str(tile.encoding)}
@@ -96,10 +111,18 @@ def _stream_packed(module: Module, packed: set[str]) -> None:
             result.type = twin.type.on(result.type.device)
 
 
-def _tile(stored: Encoding, gate_up: bool) -> Tile | None:
+def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
     """The tile format that holds the same values, None when there is none."""
     format = _FORMATS.get(stored.name)
-    return None if format is None else Tile(format, stored.get("group"), gate_up)
+    return None if format is None else Tile(format, stored.get("group"), gate_up, rows)
+
+
+def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
+    if op.name not in _ANY_ROWS or exact_rows:
+        return "int8" if stored.name == "int4p" else "f32"
+    if stored.name in _INTEGERS:
+        return "int8"
+    return "bf16" if stored.name == "bf16" and op.results[0].tensor.dtype == "bf16" else "f32"
 
 
 def _note_doubles(module: Module, ctx: PassContext, packed: set[str]) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ktgraph.stages import Lowered
 
-_OPTIONS = ("quantize", "max_tokens", "max_batch", "context", "rules", "threads", "exact")
+_OPTIONS = (
+    "quantize",
+    "activations",
+    "max_tokens",
+    "max_batch",
+    "context",
+    "rules",
+    "threads",
+    "exact",
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +26,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder")
     parser.add_argument("--target", default="auto", help="auto, cpu, hybrid, or a target file")
     parser.add_argument("--pipeline", default="default", help='e.g. "default,-fuse-norms"')
-    parser.add_argument("--quantize", help='e.g. int8, "int4(group=32)"; default: lossless')
+    parser.add_argument("--quantize", help='e.g. int8, "int4p(group=32)"; default: lossless')
     parser.add_argument("--context", type=int, metavar="ROWS", help="most tokens of a sequence")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens of one call")
     parser.add_argument("--max-batch", type=int, metavar="N", help="most sequences of one call")
     parser.add_argument("--threads", type=int, metavar="N", help="default: as measured")
     parser.add_argument("--rules", metavar="FILE", help="YAML placement rules")
+    parser.add_argument(
+        "--activations",
+        choices=("auto", "f32"),
+        help="rows that meet integer weights: auto rounds them to int8, f32 leaves them",
+    )
     parser.add_argument("--exact", action="store_true", default=None, help="refuse lossy rewrites")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write every pass's IR there")

@@ -17,6 +17,7 @@ from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.flat import Slot, View
+from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
@@ -175,7 +176,7 @@ class _BoundPhase:
         for item in part:
             operands = [native_operand(o, at) for o in item.operands]
             try:
-                plan.add(item.kernel, operands, dict(item.attrs))
+                plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
             except ValueError as error:
                 raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
         return plan

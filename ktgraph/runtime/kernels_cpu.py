@@ -48,6 +48,7 @@ class _Row:
     tiles: tuple[int, ...] = ()  # operands that must be packed weights
     check: Supports | None = None
     nmse: float = 1e-10  # bound in f32; sums are taken in another order than torch's
+    rows: str = ""  # "int8": the kernel for weights that take rows rounded to 8 bits
 
 
 _EMITTERS: dict[str, dict[str, Emitter]] = {}  # op -> kernel -> emitter
@@ -71,15 +72,20 @@ def native_kernels() -> frozenset[str]:
 
 def _supports(row: _Row) -> Supports:
     def supports(op: Op, module: Module) -> bool | Refusal:
-        if row.kernel not in native_kernels():
+        if engine_kernel(row.kernel) not in native_kernels():
             return no("the native kernels of this build do not hold it (pip install -e .)", op)
-        for position in row.tiles:
-            refusal = _tile_refusal(op, module, position)
+        packed = [_tile_refusal(op, module, position) for position in row.tiles]
+        for refusal in (*packed, _rows_refusal(row, op, module)):
             if refusal is not None:
                 return refusal
         return True if row.check is None else row.check(op, module)
 
     return supports
+
+
+def engine_kernel(name: str) -> str:
+    """The engine's name of a kernel: it has one for every form of rows, which the weight tells."""
+    return name.removesuffix("_int8")
 
 
 def _tile_refusal(op: Op, module: Module, position: int) -> Refusal | None:
@@ -90,6 +96,16 @@ def _tile_refusal(op: Op, module: Module, position: int) -> Refusal | None:
     if Tile.of(type.encoding) is None:
         return no(f"{found} is {type}, not packed in tiles: pack-weights has not run", op)
     return None
+
+
+def _rows_refusal(row: _Row, op: Op, module: Module) -> Refusal | None:
+    """A kernel whose name ends in _int8 is for ops that round at least one operand's rows."""
+    refs = [op.operand(position) for position in row.tiles]
+    tiles = [Tile.of(module.weight_of(r).type.encoding) for r in refs if isinstance(r, WeightRef)]
+    rounds = any(t is not None and t.rows == "int8" for t in tiles)
+    if rounds == (row.rows == "int8"):
+        return None
+    return no(f"its weights {'take' if rounds else 'do not take'} rows rounded to int8", op)
 
 
 # -- emitters -------------------------------------------------------------------------------------
@@ -208,9 +224,19 @@ _ROWS = (
     _Row("nn.rms_norm", "cpu.rms_norm", _plain("xx", attrs=["eps", "late_cast"])),
     _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps", "late_cast"])),
     _Row("nn.linear", "cpu.linear", _plain("xwx"), (1,)),
+    _Row("nn.linear", "cpu.linear_int8", _plain("xwx"), (1,), nmse=1e-3, rows="int8"),
     _Row("nn.batched_linear", "cpu.batched_linear", _plain("xw"), (1,)),
     _Row("nn.rope", "cpu.rope", _plain("xxxx", 2, ["style", "scale"])),
     _Row("nn.swiglu", "cpu.swiglu", _plain("xww", attrs=["act"]), (1, 2), _act(*_PLAIN_GATES)),
+    _Row(
+        "nn.swiglu",
+        "cpu.swiglu_int8",
+        _plain("xww", attrs=["act"]),
+        (1, 2),
+        _act(*_PLAIN_GATES),
+        nmse=3e-3,
+        rows="int8",
+    ),
     _Row("nn.act", "cpu.sigmoid", _plain("x"), check=_act("sigmoid")),
     _Row(
         "kv.append",
@@ -241,6 +267,15 @@ _ROWS = (
         _plain("xxxwwxx", attrs=_ACT),
         (3, 4),
         _act(*_GATES),
+    ),
+    _Row(
+        "moe.grouped_mlp",
+        "cpu.grouped_mlp_int8",
+        _plain("xxxwwxx", attrs=_ACT),
+        (3, 4),
+        _act(*_GATES),
+        nmse=3e-3,
+        rows="int8",
     ),
     _Row("tensor.add", "cpu.add", _plain("xx"), check=_same_shapes, nmse=0.0),
     _Row("tensor.add3", "cpu.add3", _plain("xxx"), check=_same_shapes, nmse=0.0),
@@ -276,6 +311,7 @@ __all__ = [
     "Call",
     "Emitter",
     "emitter",
+    "engine_kernel",
     "native_kernels",
     "register_all",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.ir.types import StateType
+from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.operands import (
     Instruction,
     OperandRef,
@@ -55,7 +56,7 @@ def native_weight(use: WeightUse, data: int, nbytes: int) -> Any:
     tile, shape = use.tile, [d.const() for d in use.type.dims]
     count = prod(shape[:-2])
     return load_native().Weight(
-        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes
+        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes, tile.rows
     )
 
 
@@ -147,7 +148,7 @@ class Trial:
         plan = load_native().Plan(self._engine)
         for item in items:
             operands = [native_operand(o, at) for o in item.operands]
-            plan.add(item.kernel, operands, dict(item.attrs))
+            plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
         return plan
 
 

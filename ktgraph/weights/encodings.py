@@ -205,27 +205,66 @@ def _int4_nbytes(shape: Shape, encoding: Encoding) -> int:
     return rows * (-(-cols // 2) + 2 * -(-cols // encoding.get("group")))
 
 
+def _int4p_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    """Nibbles two columns a byte, as int4; then codes (u8) and row scales: docs/layouts.md."""
+    from ktgraph.cpu_kernels import reference_layouts
+
+    tile = Encoding("tile.int4p", encoding.params)
+    rows, cols = values.shape[-2:]
+    parts: list[tuple[np.ndarray[Any, Any], ...]] = []
+    for matrix in _matrices(values):
+        packed = empty_packed((rows, cols), tile)
+        pack_matrix(packed, 0, matrix, (rows, cols), tile)
+        parts.append(
+            reference_layouts.int4p_parts(packed.numpy(), rows, cols, encoding.get("group"))
+        )
+    nibbles, codes, scales = (
+        torch.as_tensor(np.stack(p)).reshape(*values.shape[:-2], *p[0].shape)
+        for p in zip(*parts, strict=True)
+    )
+    if cols % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), codes, scales
+
+
+def _int4p_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    packed, codes, scales = stored
+    nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : shape[-1]]
+    code = codes.int().repeat_interleave(encoding.get("group"), dim=-1)[..., : shape[-1]]
+    factor, offset = (code & 15).float() * scales[..., None], 8 - (code >> 7)
+    return ((nibbles.int() - offset).float() * factor).reshape(tuple(shape))
+
+
+def _int4p_nbytes(shape: Shape, encoding: Encoding) -> int:
+    rows, cols = prod(shape[:-1]), shape[-1]
+    return rows * (-(-cols // 2) + -(-cols // encoding.get("group")) + 4)
+
+
 # -- tiles: what CPU kernels read -----------------------------------------------------------------
 @dataclass(frozen=True)
 class Tile:
-    """The parameters of a tile encoding as the native packer takes them."""
+    """The parameters of a tile encoding as the native packer and kernels take them."""
 
-    format: str  # f32, bf16, int8, int4
-    group: int  # columns per int4 scale, else 0
+    format: str  # f32, bf16, int8, int4, int4p
+    group: int  # columns per scale of int4 and int4p, else 0
     gate_up: bool  # gate and up tiles alternate
+    rows: str = "f32"  # what rows of x are rounded to: f32 (not at all), bf16, int8
 
     @staticmethod
     def of(encoding: Encoding | None) -> Tile | None:
         """None when the encoding is not a tile encoding."""
         if encoding is None or not encoding.name.startswith("tile."):
             return None
-        gate_up = dict(encoding.params).get("gate_up") == "yes"
-        return Tile(encoding.name.removeprefix("tile."), encoding.get("group"), gate_up)
+        params, name = dict(encoding.params), encoding.name.removeprefix("tile.")
+        rows = params.get("rows", "int8" if name == "int4p" else "f32")
+        return Tile(name, encoding.get("group"), params.get("gate_up") == "yes", str(rows))
 
     @property
     def encoding(self) -> Encoding:
         params: list[tuple[str, int | str]] = [("group", self.group)] if self.group else []
         params += [("gate_up", "yes")] if self.gate_up else []
+        # int4p goes with int8 rows only: nothing to say
+        params += [("rows", self.rows)] if self.rows != "f32" and self.format != "int4p" else []
         return Encoding(f"tile.{self.format}", tuple(params))
 
 
@@ -318,12 +357,24 @@ register_encoding(
         True, _int4_nbytes, _int4_from, _int4_to, {"group": _GROUPS}, block=32,
     )
 )  # fmt: skip
-for _format in ("f32", "bf16", "int8", "int4"):
+register_encoding(
+    EncodingDef(
+        "int4p", "4-bit integers with an integer factor per group in one f32 scale per row",
+        True, _int4p_nbytes, _int4p_from, _int4p_to, {"group": _GROUPS}, block=0,
+    )
+)  # fmt: skip
+# tile format -> what rows of x may be rounded to; "no" is not at all
+_ROWS: dict[str, tuple[int | str, ...]] = {
+    "f32": ("no",), "bf16": ("no", "bf16"), "int8": ("no", "int8"), "int4": ("no", "int8"),
+    "int4p": ("no",),
+}  # fmt: skip
+for _format, _rows in _ROWS.items():
+    _group = {"group": _GROUPS} if _format in ("int4", "int4p") else {}
     register_encoding(
         EncodingDef(
             f"tile.{_format}", f"{_format} in tiles of 16 rows (docs/layouts.md)",
             _format != "f32", _tile_nbytes, _tile_from, _tile_to,
-            ({"group": _GROUPS} if _format == "int4" else {}) | {"gate_up": _YES_NO},
+            _group | {"gate_up": _YES_NO, "rows": _rows},
         )
     )  # fmt: skip
 

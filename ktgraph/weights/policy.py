@@ -1,8 +1,10 @@
 """Quantization policies: which weight gets which encoding, as one line of text.
 
     int8                               every linear and expert weight, one scale per row
-    int4(group=32)                     groups of 32; the output head gets int8
-    experts=int4(group=64),*=int8      regular expressions of weight names as the IR prints them (or
+    int4p(group=32)                    groups of 32; the output head gets int8.  int4p has integer
+                                       factors of groups in one scale per row, int4 a float scale
+                                       per group: about as exact, slower for long prompts
+    experts=int4p(group=64),*=int8     regular expressions of weight names as the IR prints them (or
                                        of weights they are made from); the first match wins
     lm_head=keep,budget=0.01           "keep" leaves a weight; "budget" picks the cheapest encoding
                                        whose measured NMSE stays inside, weight by weight
@@ -27,7 +29,9 @@ from ktgraph.pass_options import PipelineError, split_top
 from ktgraph.weights.encodings import EncodingError, encoding_def, parse_encoding
 
 # Cheapest first; a budget takes the first that fits.
-LADDER = tuple(map(parse_encoding, ("int4(group=128)", "int4(group=64)", "int4(group=32)", "int8")))
+LADDER = tuple(
+    map(parse_encoding, ("int4p(group=128)", "int4p(group=64)", "int4p(group=32)", "int8"))
+)
 _HEAD_INT8 = parse_encoding("int8")
 
 # Operands that are matrices applied to activations: the only ones that are ever quantized.
@@ -178,7 +182,7 @@ def _encoding(text: str, value: str) -> Encoding | None:
 
 
 def _is_int4(encoding: Encoding | None) -> bool:
-    return encoding is not None and encoding.name == "int4"
+    return encoding is not None and encoding.name in ("int4", "int4p")
 
 
 def _matches(pattern: str, use: Use) -> bool:

@@ -280,6 +280,7 @@ _SAME_VALUES = {
     "bf16": ("bf16", "f32"),
     "int8": ("int8",),
     "int4": ("int4",),
+    "int4p": ("int4p",),
 }
 
 

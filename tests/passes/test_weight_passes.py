@@ -177,7 +177,7 @@ def test_without_weights_or_when_told_so_nothing_is_measured(measure: bool) -> N
     assert row.split()[-2:] == ["-", "-"]
 
 
-@pytest.mark.parametrize(("budget", "encoding"), [("0.05", "int4(group=128)"), ("1e-3", "int8")])
+@pytest.mark.parametrize(("budget", "encoding"), [("0.05", "int4p(group=128)"), ("1e-3", "int8")])
 def test_a_budget_takes_the_cheapest_encoding_inside(budget: str, encoding: str) -> None:
     module = mla_moe()
     apply(module, Quantize(f"budget={budget}"), context=PassContext(source=RandomSource(module)))

@@ -216,10 +216,23 @@ def test_timeline_names_every_instruction(pair: Pair) -> None:
     assert pair.runner.length(seq) == 20
 
 
-def test_quantized_weights_give_the_interpreters_numbers() -> None:
-    """Packed int4 holds what the recipe says: the interpreter's rounded values."""
+@pytest.mark.parametrize(
+    ("quantize", "activations", "bound"),
+    [
+        ("int8", "f32", 1e-4),
+        ("int4(group=32)", "f32", 1e-4),
+        # rows rounded to 8 bits as well
+        ("int8", "auto", 2e-3),
+        ("int4p(group=32)", "auto", 2e-3),
+        ("down_proj=keep,*=int8", "auto", 2e-3),
+    ],
+)
+def test_quantized_weights_give_the_interpreters_numbers(
+    quantize: str, activations: str, bound: float
+) -> None:
+    """Packed integers hold what the recipe says: the interpreter's rounded values."""
     pipeline = NATIVE.replace("pack-weights", "quantize,pack-weights")
-    pair = make_pair("mla", pipeline, quantize="int8")
+    pair = make_pair("mla", pipeline, quantize=quantize, activations=activations)
     seqs = [pair.open(), pair.open()]
     texts = prompts(9, 4)
-    assert pair.forward(list(zip(seqs, texts, strict=True)), "all") <= 1e-4
+    assert pair.forward(list(zip(seqs, texts, strict=True)), "all") <= bound
