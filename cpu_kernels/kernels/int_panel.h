@@ -13,6 +13,8 @@ struct IntRows {
   char* base;
   long stride, kpad;
   const int* of;
+  const float* scales;  // [block][count]
+  long count;
 };
 KTG_IN IntRow row_of(const IntRows& x, long i) {
   return int_row(x.base + x.stride * (x.of ? x.of[i] : i), x.kpad);

@@ -19,22 +19,35 @@ struct Spilled {
   float* c;
 };
 
-template <int SCALING, bool FIRST>
-KTG_IN void add_spilled(const Spilled& s, long m0, long m1, long c_row) {
-  for (long n = 0; n < s.tiles; ++n) {
-    const F scale = SCALING != ROW_SCALED ? load(s.scale + n * 16) : zero();
-    const F offset = SCALING == BLOCK_OFFSET ? load(s.offset + n * 16) : zero();
-    for (long m = m0; m < m1; ++m)
-      add_block<SCALING, FIRST>(s.c + m * c_row + n * 16, load_ints(s.sums + m * 32 + n * 16),
-                                scale, offset, s.x_scale[m], s.x_sum[m]);
+// Rows [m0, m1) of it. By value: what the tile instructions clobber need not be read again.
+template <int SCALING, bool FIRST, int TILES>
+KTG_IN void add_spilled_rows(const Spilled s, long m0, long m1, long c_row) {
+  F scale[TILES], offset[TILES];
+  for (int n = 0; n < TILES; ++n) {
+    scale[n] = SCALING != ROW_SCALED ? load(s.scale + n * 16) : zero();
+    offset[n] = SCALING == BLOCK_OFFSET ? load(s.offset + n * 16) : zero();
   }
+  const int* sums = s.sums + m0 * 32;
+  float* c = s.c + m0 * c_row;
+#pragma GCC unroll 4
+  for (long m = m0; m < m1; ++m, sums += 32, c += c_row)
+    for (int n = 0; n < TILES; ++n)
+      add_block<SCALING, FIRST>(c + n * 16, load_ints(sums + n * 16), scale[n], offset[n],
+                                s.x_scale[m], s.x_sum[m]);
+}
+template <int SCALING, bool FIRST>
+KTG_IN void add_spilled(const Spilled s, long m0, long m1, long c_row) {
+  if (s.tiles == 2)
+    add_spilled_rows<SCALING, FIRST, 2>(s, m0, m1, c_row);
+  else if (s.tiles == 1)
+    add_spilled_rows<SCALING, FIRST, 1>(s, m0, m1, c_row);
 }
 
 // The dot products of up to 32 rows and 2 weight tiles, into `spill`. Between the steps the sums of
 // the call before are added to C: the tile unit and the vector units work side by side.
 template <int MA, int NB, int SCALING, bool FIRST>
 static void int_tile_dots(const char* a, long a_stride, const char* b, long b_tile, long k,
-                          int* spill, const Spilled& before, long c_row) {
+                          int* spill, const Spilled before, long c_row) {
   const long steps = ceil_div(k, 64), share = ceil_div(before.rows, steps);
   tile_zero<0>();
   if constexpr (NB == 2) tile_zero<1>();

@@ -146,7 +146,7 @@ static void prefetch_block(const Tiles& t, long k) {
 struct IntScratch {
   char panel[kIntPanelBytes];
   float scale[kUnitTiles * 16], offset[kUnitTiles * 16];
-  float x_scale[kRowBlock], x_sum[kRowBlock];
+  float x_scale[kRowBlock], x_sum[kRowBlock];  // where rows are not in order, or offsets need sums
   char spill[kTileSpill];
 };
 
@@ -163,6 +163,15 @@ static IntPanel int_panel_of(const Tiles& t, long k0, long k1, IntScratch& s) {
   return {data, tile, k0, k1, 0, s.scale, s.offset, s.x_scale, s.x_sum};
 }
 
+static void gather_scales(const IntRows& x, long r0, long rows, long k0, long k1, float* scale,
+                          float* sum) {
+  for (long m = 0; m < rows; ++m) {
+    const IntRow row = row_of(x, r0 + m);
+    scale[m] = row.scale[k0 / kActBlock];
+    sum[m] = scale[m] * float(group_sum(row, k0, k1));
+  }
+}
+
 template <class Fmt>
 static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
                         char* scratch) {
@@ -173,11 +182,10 @@ static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, fl
     const long k1 = lmin(k0 + span, kpad);
     IntPanel p = int_panel_of<Fmt>(t, k0, k1, s);
     p.r0 = r0;
-    for (long m = 0; m < rows; ++m) {
-      const IntRow row = row_of(x, r0 + m);
-      s.x_scale[m] = row.scale[k0 / kActBlock];
-      if (Fmt::kScaling == BLOCK_OFFSET) s.x_sum[m] = s.x_scale[m] * float(group_sum(row, k0, k1));
-    }
+    if (!x.of && Fmt::kScaling != BLOCK_OFFSET)
+      p.x_scale = x.scales + k0 / kActBlock * x.count + r0;
+    else
+      gather_scales(x, r0, rows, k0, k1, s.x_scale, s.x_sum);
     if (kHasTiles && !x.of)
       int_panel_amx<Fmt::kScaling>(p, x, r0, rows, t.count, c, c_row, s.spill);
     else

@@ -24,14 +24,13 @@ KTG_IN bool rows_in_place(const TensorArg& x, const WeightArg& w) {
 static size_t linear_shared(const Instr& in, const Sizes&) {
   const TensorArg& x = tensor(in, 0);
   const WeightArg& w = in.op[1].w;
-  const long rows = x.dim[0] * x.dim[1];
   if (rows_in_place(x, w) || x.dim[0] <= kOwnRows) return 0;
-  return align64(size_t(rows + kRowSlack) * record_bytes(rows_kind(w, x.dim[0]), w.kpad));
+  return x.dim[1] * rows_bytes(w, rows_kind(w, x.dim[0]), x.dim[0]);
 }
 static size_t linear_local(const Instr& in, const Sizes&) {
   const WeightArg& w = in.op[1].w;
-  const long widest = lmax(record_bytes(ACTS_F32, w.kpad), int_row_bytes(w.kpad));
-  return align64(kTimesBytes) + kCBytes + align64(size_t(kOwnRows + kRowSlack) * widest);
+  const size_t own = rows_bytes(w, ACTS_F32, kOwnRows) + rows_bytes(w, ACTS_INT8, kOwnRows);
+  return align64(kTimesBytes) + kCBytes + own;  // one of them
 }
 
 static void linear_store(const LinearView& v, long h, long t0, long rows, long tile, long tiles,
@@ -55,7 +54,7 @@ static void stage_rows(const LinearView& v, const Rows& r, long h, long from, lo
 
 // Rows of one head where they lie: f32 already, in an even stride.
 static Rows rows_of_tensor(const LinearView& v, long h) {
-  return {ACTS_F32, row_ptr(v.x, 0, h), v.w.kpad, v.x.stride[0] * 4, nullptr};
+  return {ACTS_F32, row_ptr(v.x, 0, h), v.w.kpad, v.x.stride[0] * 4, v.x.dim[0], nullptr, nullptr};
 }
 
 static void run_linear_units(const Ctx& ctx, const LinearView& v) {
@@ -64,12 +63,14 @@ static void run_linear_units(const Ctx& ctx, const LinearView& v) {
   const long tokens = v.x.dim[0], heads = v.x.dim[1];
   const bool direct = rows_in_place(v.x, v.w), own = tokens <= kOwnRows;
   char* base = own ? ctx.local + align64(kTimesBytes) + kCBytes : ctx.shared;
-  Rows rows = rows_for(v.w, rows_kind(v.w, tokens), base, nullptr);
-  const long per_head = tokens * row_blocks(rows), head_bytes = tokens * rows.stride;
+  const int kind = rows_kind(v.w, tokens);
+  const size_t head_bytes = own ? 0 : rows_bytes(v.w, kind, tokens);
+  Rows rows = rows_for(v.w, kind, base, tokens, nullptr);
+  const long per_head = tokens * row_blocks(rows);
   if (!direct && !own) {  // once, together
     const Range r = my_range(ctx, per_head * heads);
     for (long i = r.begin; i < r.end; ++i) {
-      rows.base = base + i / per_head * head_bytes;
+      rows = rows_for(v.w, kind, base + i / per_head * head_bytes, tokens, nullptr);
       stage_rows(v, rows, i / per_head, i % per_head, i % per_head + 1);
     }
     barrier(ctx);
@@ -80,7 +81,7 @@ static void run_linear_units(const Ctx& ctx, const LinearView& v) {
     const long tile = u % groups * kUnitTiles, h = u / groups % heads, b = u / groups / heads;
     const long t0 = tokens * b / blocks, here = tokens * (b + 1) / blocks - t0;
     if (direct) rows = rows_of_tensor(v, h);
-    if (!direct && !own) rows.base = base + h * head_bytes;
+    if (!direct && !own) rows = rows_for(v.w, kind, base + h * head_bytes, tokens, nullptr);
     if (!direct && own && staged != h) stage_rows(v, rows, h, 0, per_head);
     staged = h;
     const Tiles t = tiles_of(v.w, h, tile, lmin(kUnitTiles, v.w.tiles - tile));

@@ -58,7 +58,6 @@ struct MlpShared {
 
 static MlpShared mlp_shared_of(const Mlp& m, char* base) {
   const long tokens = lmin(m.tokens, m.slice), pairs = tokens * m.k;
-  const long x_rows = (m.few ? tokens : pairs) + kRowSlack;
   size_t at = 0;
   const auto take = [&at, base](size_t bytes) {
     char* here = base + at;
@@ -72,8 +71,8 @@ static MlpShared mlp_shared_of(const Mlp& m, char* base) {
   s.pairs = pairs_at(m, take(m.few ? 0 : pairs_bytes(m)));
   const long blocks = ceil_div(m.inner, kActBlock);
   s.done = reinterpret_cast<uint32_t*>(take(m.coarse ? 0 : lmin(m.experts, pairs) * blocks * 4));
-  s.x = take(size_t(x_rows) * record_bytes(rows_kind(*m.w13, m.tokens), m.w13->kpad));
-  s.inner = take(size_t(pairs + kRowSlack) * record_bytes(rows_kind(*m.w2, m.tokens), m.w2->kpad));
+  s.x = take(rows_bytes(*m.w13, rows_kind(*m.w13, m.tokens), m.few ? tokens : pairs));
+  s.inner = take(rows_bytes(*m.w2, rows_kind(*m.w2, m.tokens), pairs));
   s.wide = reinterpret_cast<float*>(take(m.coarse ? 0 : size_t(pairs) * s.wide_pitch * 4));
   s.parts = reinterpret_cast<float*>(take(m.by_columns ? 0 : size_t(pairs) * s.parts_pitch * 4));
   s.total = at;
@@ -128,6 +127,7 @@ static void copy_block(const Rows& r, long from, long to, long block) {
   if (r.kind != ACTS_INT8) return;
   const IntRow a = int_row(src, r.kpad), b = int_row(dst, r.kpad);
   b.scale[block] = a.scale[block], b.block_sum[block] = a.block_sum[block];
+  r.scales[block * r.count + to] = a.scale[block];
   for (long i = first / kSumColumns; i < (first + width) / kSumColumns; ++i) b.sum[i] = a.sum[i];
 }
 
@@ -313,14 +313,11 @@ static void run_mlp(const Ctx& ctx, const Mlp& m) {
   const MlpShared s = mlp_shared_of(m, ctx.shared);
   const MlpLocal l = mlp_local_of(m, ctx.local);
   const Pairs pairs = m.few ? l.pairs : s.pairs;
-  MlpRun r{m,
-           s,
-           l,
-           pairs,
-           rows_for(*m.w13, rows_kind(*m.w13, m.tokens), s.x, m.few ? pairs.token : nullptr),
-           rows_for(*m.w2, rows_kind(*m.w2, m.tokens), s.inner, nullptr),
-           0,
-           0};
+  const long tokens = lmin(m.tokens, m.slice), count = tokens * m.k;
+  const Rows x = rows_for(*m.w13, rows_kind(*m.w13, m.tokens), s.x, m.few ? tokens : count,
+                          m.few ? pairs.token : nullptr);
+  const Rows inner = rows_for(*m.w2, rows_kind(*m.w2, m.tokens), s.inner, count, nullptr);
+  MlpRun r{m, s, l, pairs, x, inner, 0, 0};
   for (long t0 = 0; t0 < m.tokens; t0 += m.slice) {
     if (t0 > 0) barrier(ctx);  // the slice before is read to its end
     r.t0 = t0, r.tokens = lmin(m.slice, m.tokens - t0);

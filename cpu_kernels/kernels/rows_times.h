@@ -17,23 +17,42 @@ KTG_IN int rows_kind(const WeightArg& w, long tokens) {
   return kHasTiles && w.activations == ACTS_BF16 && tokens > kFewTokens ? ACTS_BF16 : ACTS_F32;
 }
 
+// `count` records, and for int8 their scales once more by block: what tile kernels read in a row.
 struct Rows {
   int kind;
   char* base;
-  long kpad, stride;
+  long kpad, stride, count;
   const int* of;  // record of row i, or null: i
+  float* scales;  // int8: [block][count]
 };
 KTG_IN long record_bytes(int kind, long kpad) {
   return kind == ACTS_INT8 ? int_row_bytes(kpad) : odd_lines(kpad * (kind == ACTS_BF16 ? 2 : 4));
 }
-KTG_IN Rows rows_for(const WeightArg& w, int kind, char* base, const int* of) {
-  return {kind, base, w.kpad, record_bytes(kind, w.kpad), of};
+// Memory for `count` records, slack included.
+KTG_IN size_t rows_bytes(const WeightArg& w, int kind, long count) {
+  const size_t records = size_t(count + kRowSlack) * record_bytes(kind, w.kpad);
+  return records + (kind == ACTS_INT8 ? align64(size_t(int_blocks(w.kpad) * count) * 4) : 0);
+}
+KTG_IN Rows rows_for(const WeightArg& w, int kind, char* base, long count, const int* of) {
+  const long stride = record_bytes(kind, w.kpad);
+  return {kind,
+          base,
+          w.kpad,
+          stride,
+          count,
+          of,
+          reinterpret_cast<float*>(base + (count + kRowSlack) * stride)};
 }
 
 // Columns of one block (kActBlock) of a record from f32; `n` of them are there.
 static void put_block(const Rows& r, long record, long block, const float* x, long n) {
   char* at = r.base + record * r.stride;
-  if (r.kind == ACTS_INT8) return quantize_block(x, n, block, r.kpad, int_row(at, r.kpad));
+  if (r.kind == ACTS_INT8) {
+    const IntRow row = int_row(at, r.kpad);
+    quantize_block(x, n, block, r.kpad, row);
+    r.scales[block * r.count + record] = row.scale[block];
+    return;
+  }
   const long first = block * kActBlock, width = lmin(kActBlock, r.kpad - first);
   if (r.kind == ACTS_BF16) {
     u16* to = reinterpret_cast<u16*>(at) + first;
@@ -73,7 +92,8 @@ static void f32_rows_times(const Tiles& t, const Rows& x, long r0, long rows, fl
 static void rows_times(const Tiles& t, const Rows& x, long r0, long rows, float* c, long c_row,
                        char* scratch) {
   if (x.kind == ACTS_INT8)
-    return int_tiles_times_rows(t, {x.base, x.stride, x.kpad, x.of}, r0, rows, c, c_row, scratch);
+    return int_tiles_times_rows(t, {x.base, x.stride, x.kpad, x.of, x.scales, x.count}, r0, rows, c,
+                                c_row, scratch);
   if (x.kind == ACTS_BF16)
     return bf16_tiles_times_rows(t, x.base + r0 * x.stride, x.stride, rows, c, c_row);
   f32_rows_times(t, x, r0, rows, c, c_row, scratch);
