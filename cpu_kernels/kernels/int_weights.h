@@ -39,10 +39,10 @@ static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long 
 
 template <class Fmt, int M>
 static void int_direct_tiles(const Tiles& t, const IntRows& x, long r0, float* c, long c_row) {
+  constexpr int step = M > 4 ? int(lmin(2, kIntTiles)) : kIntTiles;  // sums must fit the registers
   long n = 0;
-  for (; n + kIntTiles <= t.count; n += kIntTiles)
-    int_direct_block<Fmt, M, kIntTiles>(t, n, x, r0, c, c_row);
-  if constexpr (kIntTiles == 4) {
+  for (; n + step <= t.count; n += step) int_direct_block<Fmt, M, step>(t, n, x, r0, c, c_row);
+  if constexpr (step == 4) {
     if (t.count - n == 3) return int_direct_block<Fmt, M, 3>(t, n, x, r0, c, c_row);
     if (t.count - n == 2) return int_direct_block<Fmt, M, 2>(t, n, x, r0, c, c_row);
   }
@@ -51,6 +51,10 @@ static void int_direct_tiles(const Tiles& t, const IntRows& x, long r0, float* c
 
 template <class Fmt>
 static void int_direct(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row) {
+  if constexpr (kIntRows == 6) {
+    if (rows == 5) return int_direct_tiles<Fmt, 5>(t, x, r0, c, c_row);
+    if (rows == 6) return int_direct_tiles<Fmt, 6>(t, x, r0, c, c_row);
+  }
   switch (rows) {
     case 1:
       return int_direct_tiles<Fmt, 1>(t, x, r0, c, c_row);

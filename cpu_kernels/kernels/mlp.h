@@ -204,6 +204,11 @@ static void gate_up_fine(const Ctx& ctx, const MlpRun& r) {
   }
 }
 
+// Short rows: a call to memcpy, or rep movs in its place, costs more than the bytes.
+KTG_IN void copy_vectors(const float* from, long vectors, float* to) {
+  for (long j = 0; j < vectors; ++j) store(to + j * 16, load(from + j * 16));
+}
+
 static void add_bias(const Mlp& m, long expert, long tile, long n, long rows, float* out,
                      long pitch) {
   if (!m.b2) return;
@@ -248,7 +253,8 @@ static void down_by_columns(const Ctx& ctx, const MlpRun& r) {
         const long rows = lmin(kRowBlock, end - p);
         rows_times(t, r.inner, p, rows, r.l.c, kCRow, r.l.times);
         add_bias(m, r.p.expert[a], tile, n, rows, r.l.c, kCRow);
-        __builtin_memcpy(r.l.parts + p * kCRow, r.l.c, size_t(rows) * kCRow * 4);
+        for (long i = 0; i < rows; ++i)
+          copy_vectors(r.l.c + i * kCRow, tiles, r.l.parts + (p + i) * kCRow);
       }
     }
     for (long t = 0; t < r.tokens; ++t) merge_token(r, t, tile, tiles, r.l.parts, kCRow);
@@ -268,8 +274,8 @@ static void down_parts(const Ctx& ctx, const MlpRun& r, long tile0, long tile1, 
                  r.l.times);
       add_bias(r.m, expert, tile, lmin(tiles * 16, r.m.w2->rows - tile * 16), rows, r.l.c, kCRow);
       for (long i = 0; i < rows; ++i)
-        __builtin_memcpy(r.s.parts + (p0 + i) * r.s.parts_pitch + (tile - tile0) * 16,
-                         r.l.c + i * kCRow, size_t(tiles) * 64);
+        copy_vectors(r.l.c + i * kCRow, tiles,
+                     r.s.parts + (p0 + i) * r.s.parts_pitch + (tile - tile0) * 16);
     }
   }
 }

@@ -5,8 +5,8 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-KTG_IN long lmin(long a, long b) { return a < b ? a : b; }
-KTG_IN long lmax(long a, long b) { return a > b ? a : b; }
+static constexpr long lmin(long a, long b) { return a < b ? a : b; }
+static constexpr long lmax(long a, long b) { return a > b ? a : b; }
 KTG_IN long ceil_div(long a, long b) { return (a + b - 1) / b; }
 KTG_IN long round_up(long a, long b) { return ceil_div(a, b) * b; }
 KTG_IN size_t align64(size_t n) { return (n + 63) & ~size_t(63); }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ktgraph.bench.shapes import MEASURED, TOKENS
 
-FORMATS = "bf16,int8,int4:64"
+FORMATS = "bf16,int8,int4p:64"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ class NativeStack:
         native = load_native()
         return [
             native.Weight(s.format.name, s.rows, s.cols, s.count, s.format.group, s.gate_up,
-                          d.ctypes.data, d.size)
+                          d.ctypes.data, d.size, _rows(s.format))
             for s, d in zip(self._specs, self._data[layer], strict=True)
         ]  # fmt: skip
 
@@ -126,6 +126,11 @@ class NativeRunner:
 
     def output(self) -> Tensor:
         return self._y
+
+
+def _rows(format: WeightFormat) -> str:
+    """What rows of x are rounded to, as whole models have it: docs/layouts.md, Activations."""
+    return {"f32": "f32", "bf16": "bf16", "f16": "f32"}.get(format.name, "int8")
 
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32"}
