@@ -36,7 +36,7 @@ def main() -> None:
     print(exe.perplexity("The sea was calm, and the ship lay at anchor in the bay."))
 
     print("-- stages: what the passes did, what one of them changed, why an op runs where it does")
-    lowered = kt.trace(MODEL).lower("cpu", quantize="experts=int4(group=32),*=int8")
+    lowered = kt.trace(MODEL).lower("cpu", quantize="experts=int4p(group=32),*=int8")
     print(lowered.passes)
     print(lowered.diff("moe-group"))
     print(lowered.explain("%routed"))

@@ -369,7 +369,7 @@ def _no_room(
     return MemoryBudgetError(
         f"the model does not fit: {how}{device} has {round_size(memory)}, this needs up to "
         f"{round_size(total)}. The largest terms:\n{shown}\n"
-        'Compile with quantize="int4(group=64)", or a smaller context, max_batch or max_tokens'
+        'Compile with quantize="int4p(group=64)", or a smaller context, max_batch or max_tokens'
     )
 
 

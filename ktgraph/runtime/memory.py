@@ -140,7 +140,7 @@ def _advice(need: MemoryNeed) -> str:
     kinds = {t.kind for t in need.terms}
     most = max(kinds, key=need.of)
     return {
-        "weights": 'Compile with quantize="int4(group=64)" (or "int8"), or use a smaller model',
+        "weights": 'Compile with quantize="int4p(group=64)" (or "int8"), or use a smaller model',
         "cache": "Compile with a smaller cache_rows, context or max_batch",
         "activations": "Compile with a smaller max_tokens",
         "workspace": "Compile with a smaller max_tokens, context or max_batch, or fewer threads",
