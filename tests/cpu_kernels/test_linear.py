@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-FORMATS = [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+FORMATS = [
+    ("f32", 0), ("bf16", 0), ("f16", 0), ("fp8", 128), ("int8", 0), ("int8", 32), ("int8", 128),
+    ("int4", 32), ("int4", 64), ("int4", 128), ("int4z", 32), ("int4z", 64), ("int4z", 128),
+    ("mxfp4", 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fmt", "group"), FORMATS)
