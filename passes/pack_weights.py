@@ -29,7 +29,7 @@ _PACKED: dict[str, dict[int, bool]] = {
     "moe.grouped_mlp": {3: True, 4: False},
     "mla.attend_expanded": {4: False},
 }
-_FORMATS = {"f32": "f32", "f16": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+_FORMATS = {"f32", "f16", "bf16", "fp8", "int8", "int4", "int4z", "mxfp4"}
 
 
 @register_pass
@@ -98,8 +98,8 @@ def _stream_packed(module: Module, packed: set[str]) -> None:
 
 def _tile(stored: Encoding, gate_up: bool) -> Tile | None:
     """The tile format that holds the same values, None when there is none."""
-    format = _FORMATS.get(stored.name)
-    return None if format is None else Tile(format, stored.get("group"), gate_up)
+    held = stored.name in _FORMATS
+    return Tile(stored.name, stored.get("group"), gate_up) if held else None
 
 
 def _note_doubles(module: Module, ctx: PassContext, packed: set[str]) -> None:

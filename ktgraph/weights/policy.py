@@ -104,7 +104,7 @@ class Policy:
         for pattern, encoding in self.rules:
             if not _matches(pattern, use):
                 continue
-            if pattern == "*" and use.is_head and _is_int4(encoding):
+            if pattern == "*" and use.is_head and _has_4_bits(encoding):
                 return Decision(use, _HEAD_INT8, None, "the output head gets int8 under int4")
             return Decision(use, encoding, None, "" if encoding else f"{pattern}=keep")
         if self.budget is not None:
@@ -177,8 +177,8 @@ def _encoding(text: str, value: str) -> Encoding | None:
     return found
 
 
-def _is_int4(encoding: Encoding | None) -> bool:
-    return encoding is not None and encoding.name == "int4"
+def _has_4_bits(encoding: Encoding | None) -> bool:
+    return encoding is not None and encoding.name in ("int4", "int4z", "mxfp4")
 
 
 def _matches(pattern: str, use: Use) -> bool:
