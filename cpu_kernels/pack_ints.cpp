@@ -41,50 +41,55 @@ bool put_scale(int format, float v, char* scales, long place) {
   return bits == (half ? bits_of(f16_value(kept)) : uint32_t(kept) << 16);
 }
 
-struct Range {
-  int low, high;
-};
-Range range_of(int format) {
-  if (format == FMT_INT8 || format == FMT_INT8G) return {-128, 127};
-  return format == FMT_INT4 ? Range{-8, 7} : Range{0, 15};
-}
-
-// One value as its format stores it: a byte, or a nibble.
-uint8_t stored(const WeightArg& w, const Given& g, long row, long k) {
-  const uint8_t byte = g.q[row * w.cols + k];
-  if (w.format == FMT_FP8) {
-    if ((byte & 0x7F) == 0x7F) refuse("NaN" + at(row, k));
-    return byte;
-  }
-  const Range range = range_of(w.format);
-  const int value = range.low < 0 ? int8_t(byte) : byte;
-  if (value < range.low || value > range.high)
-    refuse(std::to_string(value) + at(row, k) + "; " + format_name(w.format) + " holds " +
-           std::to_string(range.low) + " to " + std::to_string(range.high));
-  return uint8_t(w.format == FMT_INT4 ? value + 8 : value);
-}
-
 long given_groups(const WeightArg& w) { return w.group ? (w.cols + w.group - 1) / w.group : 1; }
 
-// What padding holds, so that it means 0: int4's 8, int4z's zero point of the group.
-uint8_t padding(const WeightArg& w, const Given& g, long row, long k) {
-  if (w.format == FMT_INT4) return 8;
-  const bool has_zero = w.format == FMT_INT4Z && row >= 0 && k / w.group < given_groups(w);
-  return has_zero ? g.zeros[row * given_groups(w) + k / w.group] : 0;
+// The first column whose value the format does not hold, or -1. int8 holds all.
+long first_bad(const WeightArg& w, const uint8_t* q) {
+  const bool is_fp8 = w.format == FMT_FP8, has_nibbles = w.step == 8;
+  const int offset = w.format == FMT_INT4 ? 8 : 0;
+  for (long k = 0; k < w.cols; ++k) {
+    const bool bad = is_fp8 ? (q[k] & 0x7F) == 0x7F : has_nibbles && uint8_t(q[k] + offset) > 15;
+    if (bad) return k;
+  }
+  return -1;
 }
 
-// The columns of one row, word by word. row -1 is padding.
-void put_row(const WeightArg& w, const Given& g, long row, char* words) {
-  for (long k0 = 0; k0 < w.kpad; k0 += w.step, words += kBlockBytes) {
-    uint32_t word = 0;
-    for (long i = 0; i < w.step; ++i) {
-      const bool there = row >= 0 && k0 + i < w.cols;
-      // A zero point of 16 leaves int4z no nibble that means 0; rows of x are 0 there.
-      const uint32_t v = (there ? stored(w, g, row, k0 + i) : padding(w, g, row, k0 + i)) &
-                         (w.step == 8 ? 15 : 255);
-      word |= v << (i < 4 ? 8 * i : 8 * (i - 4) + 4);
+void check_row(const WeightArg& w, const uint8_t* q, long row) {
+  const long k = first_bad(w, q);
+  if (k < 0) return;
+  const std::string place = at(row, k);
+  if (w.format == FMT_FP8) refuse("NaN" + place);
+  const bool is_signed = w.format == FMT_INT4;
+  refuse(std::to_string(is_signed ? int(int8_t(q[k])) : int(q[k])) + place + "; " +
+         format_name(w.format) + (is_signed ? " holds -8 to 7" : " holds 0 to 15"));
+}
+
+// One row of kpad bytes; beyond cols they mean 0. A zero point of 16 leaves int4z no nibble that
+// does, but rows of x are 0 there. row -1 is padding.
+void fill_row(const WeightArg& w, const Given& g, long row, uint8_t* bytes) {
+  std::memset(bytes, 0, w.kpad);
+  if (row < 0) return;
+  const uint8_t* q = g.q + row * w.cols;
+  check_row(w, q, row);
+  std::memcpy(bytes, q, w.cols);
+  if (w.format != FMT_INT4Z) return;
+  const long last = given_groups(w) - 1, end = (last + 1) * w.group;
+  for (long k = w.cols; k < end && k < w.kpad; ++k)
+    bytes[k] = g.zeros[row * given_groups(w) + last] & 15;
+}
+
+// A row's words, a block apart. Nibbles of columns 0-3 are low, those of 4-7 high; int4 adds 8 to
+// each, which is its top bit flipped.
+void put_words(const WeightArg& w, const uint8_t* bytes, char* words) {
+  const uint32_t flip = w.format == FMT_INT4 ? 0x88888888 : 0;
+  for (long k = 0; k < w.kpad; k += w.step, words += kBlockBytes) {
+    uint32_t low, high = 0;
+    std::memcpy(&low, bytes + k, 4);
+    if (w.step == 8) {
+      std::memcpy(&high, bytes + k + 4, 4);
+      low = ((low & 0x0F0F0F0F) | (high & 0x0F0F0F0F) << 4) ^ flip;
     }
-    std::memcpy(words, &word, 4);
+    std::memcpy(words, &low, 4);
   }
 }
 
@@ -127,12 +132,14 @@ void pack_ints(const WeightArg& w, char* stack, long index, const Given& given) 
   check(w, index, given);
   char* matrix = stack + index * w.stride;
   std::memset(matrix + w.scale_offset, 0, w.stride - w.scale_offset);
+  std::vector<uint8_t> bytes(w.kpad);
   for (long tile = 0; tile < w.tiles; ++tile) {
     const long half = w.gate_up ? w.rows / 2 : w.rows;  // rows of one part
     const long part = w.gate_up ? tile % 2 : 0, first = (w.gate_up ? tile / 2 : tile) * kTileRows;
     for (long lane = 0; lane < kTileRows; ++lane) {
       const long row = first + lane < half ? part * half + first + lane : -1;
-      put_row(w, given, row, matrix + tile * w.tile_bytes + 4 * lane);
+      fill_row(w, given, row, bytes.data());
+      put_words(w, bytes.data(), matrix + tile * w.tile_bytes + 4 * lane);
       if (row >= 0) put_scales(w, given, matrix, tile, lane, row);
     }
   }

@@ -1,8 +1,8 @@
 """pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
 
 Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
-bf16, int4 keeps its groups.  Gate and up rows of one MLP alternate by tile.  Tables, norms and
-router gates stay dense, and so does whatever runs on another device.
+bf16, int4 and mxfp4 keep their groups.  Gate and up rows of one MLP alternate by tile.  Tables,
+norms and router gates stay dense, and so does whatever runs on another device.
 
 Before:  %q = nn.linear %h, @q_proj.q                         @q_proj.q : f32[H*A, D]<int8>
 After:   %q = nn.linear %h, @q_proj.q.p    @q_proj.q.p : f32[H*A, D]<tile.int8> = pack(@q_proj.q)

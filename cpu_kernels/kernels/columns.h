@@ -123,9 +123,7 @@ struct Mxfp4Format : GroupColumns {
 };
 struct Fp8Format : GroupColumns {
   static constexpr int kStep = 4;
-  KTG_IN F scale(const Tiles& t, long n, long group) {  // fp8_column gives 2^-8 of the value
-    return mul(set1(256.0f), group_scale(t, n, group));
-  }
+  KTG_IN F scale(const Tiles& t, long n, long group) { return group_scale(t, n, group); }
   template <int K>
   KTG_IN F column(I w, NoZeros) {
     return fp8_column<K>(w);

@@ -2,6 +2,7 @@
 
     int8                               every linear and expert weight, one scale per row
     int4(group=32)                     groups of 32; the output head gets int8
+    int8(group=64), int4z, mxfp4, fp8, f16   what checkpoints are stored in (docs/layouts.md)
     experts=int4(group=64),*=int8      regular expressions of weight names as the IR prints them (or
                                        of weights they are made from); the first match wins
     lm_head=keep,budget=0.01           "keep" leaves a weight; "budget" picks the cheapest encoding
@@ -169,7 +170,7 @@ def _encoding(text: str, value: str) -> Encoding | None:
         found = parse_encoding(value)
     except (EncodingError, ParseError) as error:
         raise PolicyError(f"quantize {text!r}: {error}") from None
-    if encoding_def(found).block == 1:
+    if encoding_def(found).block == 1 and found.name != "f16":
         raise PolicyError(
             f"quantize {text!r}: {value} is no quantized encoding; "
             f"write one of {', '.join(map(str, LADDER))}, or keep"

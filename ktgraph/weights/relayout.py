@@ -20,8 +20,8 @@ import torch
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.weights.encodings import Encoding, Tile, shape_nbytes
 
-_GPTQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)  # nibble i of a word holds element _ORDER[i] of eight
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)  # element i of eight is nibble _IN_ORDER[i] of a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class RelayoutError(UnsupportedInputError):
@@ -86,14 +86,14 @@ def gptq(
     """
     if version not in (1, 2):
         raise RelayoutError(f"gptq: version {version}; expected 1 (zero points less one) or 2")
-    q = _nibbles(qweight.T, _GPTQ_ORDER)
-    zeros = _nibbles(qzeros, _GPTQ_ORDER).T + (1 if version == 1 else 0)
+    q = _nibbles(qweight.T, _IN_ORDER)
+    zeros = _nibbles(qzeros, _IN_ORDER).T + (1 if version == 1 else 0)
     return _grouped("gptq", "int4z", q, scales.T, zeros, g_idx)
 
 
 def awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> StoredInts:
     """AWQ (gemm), 4 bits: qweight i32 [in, out/8], qzeros i32 [groups, out/8], scales f16
-    [groups, out].  The eight outputs of a word lie as 0 2 4 6 1 3 5 7."""
+    [groups, out].  The eight outputs of a word lie as 0 2 4 6 1 3 5 7, lowest nibble first."""
     q, zeros = (_nibbles(words, _AWQ_ORDER).T for words in (qweight, qzeros))
     return _grouped("awq", "int4z", q, scales.T, zeros)
 
@@ -111,9 +111,9 @@ def compressed_tensors_int4(
     weight_zero_point: i32 [out/8, groups] of zero + 8, absent when symmetric.
     """
     rows, cols = shape
-    name, q = "compressed-tensors", _nibbles(weight_packed, _GPTQ_ORDER)[:, :cols]
+    name, q = "compressed-tensors", _nibbles(weight_packed, _IN_ORDER)[:, :cols]
     if weight_zero_point is not None:
-        zeros = _nibbles(weight_zero_point.T, _GPTQ_ORDER).T[:rows]
+        zeros = _nibbles(weight_zero_point.T, _IN_ORDER).T[:rows]
         return _grouped(name, "int4z", q, weight_scale, zeros, g_idx)
     return _grouped(name, "int4", q.to(torch.int8) - 8, weight_scale, None, g_idx)
 
@@ -160,13 +160,12 @@ def fp8_blocks(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -> StoredIn
 
 
 def _nibbles(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """i32 [a, b/8] -> u8 [a, b]; nibble i of a word is element order[i] of its eight."""
+    """i32 [a, b/8] -> u8 [a, b]; element i of eight is nibble order[i] of a word."""
     if words.dtype != torch.int32 or words.dim() != 2:
         raise RelayoutError(f"packed integers are i32 of two axes, got {words.dtype} {words.shape}")
-    found = torch.empty(*words.shape, 8, dtype=torch.uint8)
-    for i, place in enumerate(order):
-        found[..., place] = (words >> (4 * i) & 15).to(torch.uint8)
-    return found.flatten(1)
+    bytes = words.contiguous().view(torch.uint8)
+    each = torch.stack([bytes & 15, bytes >> 4], dim=-1).reshape(*words.shape, 8)
+    return (each if order == _IN_ORDER else each[..., list(order)]).flatten(1)
 
 
 def _grouped(
