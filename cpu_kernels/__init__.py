@@ -34,6 +34,7 @@ __all__ = [
     "numa_node_of",
     "numa_place",
     "pack_into",
+    "pack_ints_into",
     "packed_nbytes",
     "quantize",
     "self_check",

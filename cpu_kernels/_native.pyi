@@ -202,6 +202,19 @@ def pack_into(
     src: Any,
     isa: str = "",
 ) -> None: ...
+def pack_ints_into(
+    dst: int,
+    index: int,
+    format: str,
+    rows: int,
+    cols: int,
+    group: int,
+    count: int,
+    gate_up: bool,
+    q: Any,
+    scales: Any,
+    zeros: Any = None,
+) -> None: ...
 def quantize(format: str, group: int, src: Any) -> tuple[NDArray[Any], NDArray[Any]]: ...
 def unpack(
     src: int,

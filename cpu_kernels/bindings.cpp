@@ -52,6 +52,8 @@ struct PyBatch {
 
 using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
 using Matrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
+using Bytes = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void bad(const std::string& what) { throw nb::value_error(what.c_str()); }
 
@@ -332,6 +334,31 @@ void pack_into(uintptr_t dst, long index, const std::string& format, long rows, 
   pack_matrix(table, w, reinterpret_cast<char*>(dst), index, source);
 }
 
+void pack_ints_into(uintptr_t dst, long index, const std::string& format, long rows, long cols,
+                    long group, long count, bool gate_up, const Bytes& q, const Floats& scales,
+                    const std::optional<Bytes>& zeros) {
+  const WeightArg w = describe(format, rows, cols, count, group, gate_up);
+  const auto whole = nb::dlpack::dtype_code::Int, natural = nb::dlpack::dtype_code::UInt;
+  const auto is_byte = [&](const Bytes& a) {
+    const auto code = a.dtype().code;
+    return a.dtype().bits == 8 && (code == uint8_t(whole) || code == uint8_t(natural));
+  };
+  if (!is_byte(q) || (zeros && !is_byte(*zeros)))
+    bad("pack_ints_into: integers and zero points are 8-bit integers");
+  const bool fit =
+      !zeros || (zeros->shape(0) == scales.shape(0) && zeros->shape(1) == scales.shape(1));
+  if (!fit) bad("pack_ints_into: as many zero points as scales");
+  const Given given{static_cast<const uint8_t*>(q.data()),
+                    long(q.shape(0)),
+                    long(q.shape(1)),
+                    scales.data(),
+                    long(scales.shape(0)),
+                    long(scales.shape(1)),
+                    zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr};
+  nb::gil_scoped_release release;
+  pack_ints(w, reinterpret_cast<char*>(dst), index, given);
+}
+
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(size_t rows, size_t cols, T** data) {
   *data = new T[rows * cols];
@@ -342,7 +369,8 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(size_t rows, size_t cols, T** d
 auto quantize(const std::string& format, long group, nb::handle src) {
   const Source source = source_of(src);
   const WeightArg w = describe(format, source.rows, source.cols, 1, group, false);
-  if (w.format < FMT_INT8) bad("quantize: int8, int4 or int4p");
+  if (!has_integers(w.format))
+    bad("quantize: " + format + " is no integer format (int8, int4, ...)");
   std::unique_ptr<char, void (*)(void*)> bytes(static_cast<char*>(std::aligned_alloc(64, w.stride)),
                                                std::free);
   pack_matrix(pack_isa(""), w, bytes.get(), 0, source);
@@ -552,6 +580,9 @@ NB_MODULE(_native, m) {
   m.def("pack_into", &pack_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
         "count"_a, "gate_up"_a, "src"_a, "isa"_a = "",
         "Packs matrix `index` of a stack; releases the GIL, so threads may pack side by side.");
+  m.def("pack_ints_into", &pack_ints_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a,
+        "group"_a, "count"_a, "gate_up"_a, "q"_a, "scales"_a, "zeros"_a = nb::none(),
+        "Packs matrix `index` from integers and scales as they are; releases the GIL.");
   m.def("quantize", &quantize, "format"_a, "group"_a, "src"_a,
         "Integers and f32 scales of a matrix.");
   m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0,

@@ -27,7 +27,7 @@ struct Level {
   bool chosen;
 };
 const std::vector<Level>& levels() {
-  static const std::vector<const char*> k2 = {"avx2", "fma", "os_ymm"};
+  static const std::vector<const char*> k2 = {"avx2", "fma", "f16c", "os_ymm"};
   static const std::vector<const char*> k512 = {"avx2",     "fma",      "avx512f", "avx512bw",
                                                 "avx512vl", "avx512dq", "os_zmm"};
   const auto with = [](std::vector<const char*> base, std::initializer_list<const char*> more) {
@@ -66,7 +66,7 @@ IsaInfo detect() {
   uint64_t xcr0 = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) && (c >> 27 & 1))
     xcr0 = read_xcr0();  // bit 27: the OS uses xsave
-  const bool fma = c >> 12 & 1;
+  const bool fma = c >> 12 & 1, f16c = c >> 29 & 1;
   if (__get_cpuid_count(7, 0, &max7, &b7, &c7, &d7) && max7 >= 1) {
     uint32_t b71, c71, d71;
     __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71);
@@ -74,6 +74,7 @@ IsaInfo detect() {
   info.flags = {
       {"avx2", b7 >> 5 & 1},
       {"fma", fma},
+      {"f16c", f16c},
       {"avx512f", b7 >> 16 & 1},
       {"avx512dq", b7 >> 17 & 1},
       {"avx512bw", b7 >> 30 & 1},
@@ -121,7 +122,7 @@ const IsaTable& choose_isa(const std::string& wanted, std::string* why) {
   const std::string level = !wanted.empty() ? wanted : by_env ? env : info.best;
   if (info.best.empty())
     throw std::runtime_error("this CPU cannot run ktgraph's native kernels: missing " +
-                             info.missing + " (AVX2 with FMA is the least)");
+                             info.missing + " (AVX2 with FMA and F16C is the least)");
   const std::string source = by_env ? "KTGRAPH_ISA=" + level : "isa=\"" + level + "\"";
   const auto at = std::find_if(levels().begin(), levels().end(),
                                [&level](const Level& l) { return l.name == level; });

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 TILE_ROWS = 16
-STEP = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "int4p": 8}  # columns per 64-byte block
-PAD = {"f32": 1, "bf16": 32, "int8": 64, "int4": 64, "int4p": 64}  # columns are padded to these
-GROUPED = ("int4", "int4p")
-GROUPS = (32, 64, 128)
+# Columns per 64-byte block
+STEP = {
+    "f32": 1, "bf16": 2, "f16": 2, "int8": 4, "fp8": 4, "int4": 8, "int4p": 8, "int4z": 8,
+    "mxfp4": 8,
+}  # fmt: skip
+PAD = {  # columns are padded to these
+    "f32": 1, "bf16": 32, "f16": 32, "int8": 64, "fp8": 64, "int4": 64, "int4p": 64, "int4z": 64,
+    "mxfp4": 64,
+}  # fmt: skip
+GROUPS = {  # columns that may share a scale; others have 0
+    "int8": (0, 32, 64, 128), "fp8": (128,), "int4": (32, 64, 128), "int4p": (32, 64, 128),
+    "int4z": (32, 64, 128), "mxfp4": (32,),
+}  # fmt: skip
+E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 # Candidates for an int4 scale: the group's largest element divided by each of these.
 DIVISORS = (-8, -7.5, -8.5, -7, -9, -6.5, -9.5, -10, 7, 7.5, 6.5, 8, 6, 8.5, 9, 9.5)
 
@@ -48,11 +58,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.format not in STEP:
             raise ValueError(f"unknown format {self.format!r}; one of {', '.join(STEP)}")
-        if self.group not in (GROUPS if self.format in GROUPED else (0,)):
-            raise ValueError(
-                f"{self.format} with group {self.group}: int4 and int4p need 32, 64 or 128, "
-                "the others 0"
-            )
+        allowed = GROUPS.get(self.format, (0,))
+        if self.group not in allowed:
+            choices = ", ".join(map(str, allowed))
+            raise ValueError(f"{self.format} with group {self.group}: expected one of {choices}")
 
     @property
     def tiles(self) -> int:
@@ -76,9 +85,12 @@ class Layout:
     def scale_nbytes(self) -> int:
         codes = self.tiles * self.groups * TILE_ROWS
         return {
-            "int8": self.tiles * 64,
+            "int8": 4 * codes if self.group else self.tiles * 64,
+            "fp8": 4 * codes,
             "int4": 2 * codes,
             "int4p": _up(codes, 64) + self.tiles * 64,
+            "int4z": _up(2 * codes, 64) + codes,
+            "mxfp4": codes,
         }.get(self.format, 0)
 
     @property
@@ -105,6 +117,81 @@ def quantize_int8(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     safe = np.where(scale == 0, np.float32(1), scale)
     q = np.rint(np.clip(w / safe[:, None], np.float32(-127), np.float32(127)))
     return q.astype(np.int8), scale
+
+
+def _parts(w: np.ndarray, group: int) -> list[np.ndarray]:
+    return [w[:, k : k + group] for k in range(0, w.shape[1], group)]
+
+
+def quantize_int8_groups(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows -> int8 values and f32 scales [rows, groups]."""
+    pairs = [quantize_int8(part) for part in _parts(w, group)]
+    return np.hstack([q for q, _ in pairs]), np.stack([s for _, s in pairs], axis=1)
+
+
+def quantize_int4z(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows -> values 0..15 (uint8), f16 scales and zero points 0..15 (uint8) [rows, groups]."""
+    found: list[tuple[np.ndarray, ...]] = []
+    for part in _parts(w, group):
+        low, high = part.min(axis=1, initial=0), part.max(axis=1, initial=0)
+        s = np.minimum((high - low) / np.float32(15), np.float32(65504)).astype(np.float16)
+        inv = _inverse(s.astype(np.float32))
+        zero = np.rint(np.clip((np.float32(0) - low) * inv, np.float32(0), np.float32(15)))
+        q = np.rint(np.clip(part * inv[:, None] + zero[:, None], np.float32(0), np.float32(15)))
+        found.append((q.astype(np.uint8), s, zero.astype(np.uint8)))
+    q, scales, zeros = zip(*found, strict=True)
+    return np.hstack(q), np.stack(scales, axis=1), np.stack(zeros, axis=1)
+
+
+def quantize_mxfp4(w: np.ndarray, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Rows -> e2m1 codes (uint8) and e8m0 scales (uint8: 2^(code - 127)) [rows, groups]."""
+    codes, scales = [], []
+    for part in _parts(w, group):
+        peak = np.abs(part).max(axis=1).astype(np.float32)
+        e = np.maximum((peak.view(np.uint32) >> np.uint32(23)).astype(np.int32) - 2, 0)
+        inverse = ((254 - e).astype(np.uint32) << np.uint32(23)).view(np.float32)
+        v = np.minimum(np.abs(part) * inverse[:, None], np.float32(6))
+        half = np.float32(0.5)
+        code = np.where(v < 4, np.rint(v) + np.float32(2), np.rint(v * half) + np.float32(4))
+        code = np.where(v < 2, np.rint(v + v), code) + np.where(part < 0, 8, 0)
+        codes.append(code.astype(np.uint8))
+        scales.append(e.astype(np.uint8))
+    return np.hstack(codes), np.stack(scales, axis=1)
+
+
+def e8m0_values(codes: np.ndarray) -> np.ndarray:
+    """Exponent codes (uint8) -> f32; 2^-127 is denormal."""
+    bits = codes.astype(np.uint32) << np.uint32(23)
+    return np.where(codes == 0, np.uint32(0x400000), bits).astype(np.uint32).view(np.float32)
+
+
+def e4m3_codes(x: np.ndarray) -> np.ndarray:
+    """f32 of magnitude at most 448 -> e4m3 codes (uint8), round to nearest even."""
+    v = np.abs(np.ascontiguousarray(x, np.float32))
+    bits = v.view(np.uint32)
+    odd = (bits >> np.uint32(20)) & np.uint32(1)
+    normal = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)).astype(np.int32) - 960
+    code = np.where(v < 2.0**-6, np.rint(v * np.float32(512)).astype(np.int32), normal)
+    return (code + np.where(x < 0, 128, 0)).astype(np.uint8)
+
+
+def e4m3_values(codes: np.ndarray) -> np.ndarray:
+    """e4m3 codes (uint8) -> f32."""
+    exponent, mantissa = (codes >> 3 & 15).astype(np.int32), (codes & 7).astype(np.float32)
+    normal = np.ldexp(np.float32(8) + mantissa, exponent - 10).astype(np.float32)
+    v = np.where(exponent == 0, mantissa * np.float32(2.0**-9), normal)
+    return np.where(codes & 128, -v, v).astype(np.float32)
+
+
+def quantize_fp8(w: np.ndarray, group: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Rows -> e4m3 codes (uint8) and f32 scales [rows, groups]."""
+    codes, scales = [], []
+    for part in _parts(w, group):
+        scale = np.abs(part).max(axis=1).astype(np.float32) / np.float32(448)
+        safe = np.where(scale == 0, np.float32(1), scale)
+        codes.append(e4m3_codes(np.clip(part / safe[:, None], np.float32(-448), np.float32(448))))
+        scales.append(scale)
+    return np.hstack(codes), np.stack(scales, axis=1)
 
 
 def _inverse(s: np.ndarray) -> np.ndarray:
@@ -218,12 +305,25 @@ def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False
     order = lay.row_order()
     padded = np.zeros((len(order), lay.kpad), np.float32)
     padded[order >= 0, : lay.cols] = w[order[order >= 0]]
-    out = np.zeros(lay.stride, np.uint8)
     scales = np.zeros(0, np.uint8)
     if format == "f32":
         data = _blocks(padded, 1)
     elif format == "bf16":
         data = _blocks(bf16_bits(padded), 2)
+    elif format == "f16":
+        data = _blocks(padded.astype(np.float16), 2)
+    elif format == "int8" and group:
+        q, s = quantize_int8_groups(padded, group)
+        data, scales = _blocks(q, 4), _by_group(s, lay)
+    elif format == "fp8":
+        q, s = quantize_fp8(padded, group)
+        data, scales = _blocks(q, 4), _by_group(s, lay)
+    elif format == "int4z":
+        q, s, zeros = quantize_int4z(padded, group)
+        data, scales = _nibbles(q), _scales_then_zeros(s, zeros, lay)
+    elif format == "mxfp4":
+        q, s = quantize_mxfp4(padded, group)
+        data, scales = _nibbles(q), _by_group(s, lay)
     elif format == "int8":
         q, s = quantize_int8(padded)
         data, scales = _blocks(q, 4), s
@@ -237,11 +337,61 @@ def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False
         codes = _by_group((factors + (8 - offsets) * 128).astype(np.uint8), lay).reshape(-1)
         gap = np.zeros(_up(len(codes), 64) - len(codes), np.uint8)
         scales = np.concatenate([codes, gap, s.view(np.uint8)])
+    return _join(data, scales, lay)
+
+
+def _scales_then_zeros(s: np.ndarray, zeros: np.ndarray, lay: Layout) -> np.ndarray:
+    first, second = (np.ascontiguousarray(_by_group(a, lay)).view(np.uint8) for a in (s, zeros))
+    gap = np.zeros(_up(first.size, 64) - first.size, np.uint8)
+    return np.concatenate([first.reshape(-1), gap, second.reshape(-1)])
+
+
+def _join(data: np.ndarray, scales: np.ndarray, lay: Layout) -> np.ndarray:
+    out = np.zeros(lay.stride, np.uint8)
     out[: lay.data_nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     if lay.scale_nbytes:
         flat = np.ascontiguousarray(scales).view(np.uint8).reshape(-1)
         out[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes] = flat
     return out
+
+
+def from_ints(
+    format: str,
+    q: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None = None,
+    group: int = 0,
+    gate_up: bool = False,
+) -> np.ndarray:
+    """Packs integers [rows, cols] and scales [rows, groups] as they are; returns the bytes.
+
+    q: int8; of int4z, mxfp4 and fp8 uint8.  scales: f32 that the format holds exactly.
+    zeros: uint8 0..16, of int4z.
+    """
+    rows, cols = q.shape
+    lay = Layout(format, rows, cols, group, gate_up)
+    order = lay.row_order()
+    there = order >= 0
+
+    def spread(a: np.ndarray, width: int) -> np.ndarray:
+        padded = np.zeros((len(order), width), a.dtype)
+        padded[there, : a.shape[1]] = a[order[there]]
+        return padded
+
+    s = spread(np.asarray(scales, np.float32), lay.groups or 1)
+    full = spread(q, lay.kpad)
+    if format == "int4":
+        return _join(_nibbles(full + 8), _by_group(bf16_bits(s), lay), lay)
+    if format == "mxfp4":
+        codes = np.where(s == 0, 0, s.view(np.uint32) >> np.uint32(23)).astype(np.uint8)
+        return _join(_nibbles(full), _by_group(codes, lay), lay)
+    if format == "int4z":
+        assert zeros is not None
+        z = spread(zeros, lay.groups)
+        full[:, cols:] = _per_column(z, lay)[:, cols:]
+        data = _nibbles(full & 15)
+        return _join(data, _scales_then_zeros(s.astype(np.float16), z, lay), lay)
+    return _join(_blocks(full, 4), _by_group(s, lay) if group else s, lay)
 
 
 def _rows_of_groups(stored: np.ndarray, lay: Layout) -> np.ndarray:
@@ -281,19 +431,34 @@ def to_float(
         blocks = raw.view(np.float32).reshape(shape)
     elif format == "bf16":
         blocks = bf16_values(raw.view(np.uint16)).reshape(shape)
+    elif format == "f16":
+        blocks = raw.view(np.float16).astype(np.float32).reshape(shape)
+    elif format == "fp8":
+        blocks = e4m3_values(raw).reshape(shape)
     elif format == "int8":
         blocks = raw.view(np.int8).astype(np.float32).reshape(shape)
     else:
         bytes4 = raw.reshape(*shape[:3], 4)
         blocks = np.concatenate([bytes4 & 15, bytes4 >> 4], axis=-1).astype(np.float32)
     values = blocks.transpose(0, 2, 1, 3).reshape(lay.tiles * TILE_ROWS, lay.kpad)
-    if format == "int8":
+    places = lay.tiles * lay.groups * TILE_ROWS
+    if format in ("int8", "fp8") and group:
+        s = _rows_of_groups(scale_bytes.view(np.float32), lay)
+        values = values * _per_column(s, lay)
+    elif format == "int8":
         values = values * scale_bytes.view(np.float32)[:, None]
+    if format == "mxfp4":
+        s = e8m0_values(_rows_of_groups(scale_bytes, lay)) * np.float32(0.5)
+        values = E2M1_TWICE[values.astype(np.int64)] * _per_column(s, lay)
+    if format == "int4z":
+        s = _rows_of_groups(scale_bytes[: 2 * places].view(np.float16), lay).astype(np.float32)
+        zeros = _rows_of_groups(scale_bytes[-places:], lay).astype(np.float32)
+        values = (values - _per_column(zeros, lay)) * _per_column(s, lay)
     if format == "int4":
         s = bf16_values(_rows_of_groups(scale_bytes.view(np.uint16), lay))
         values = (values - np.float32(8)) * _per_column(s, lay)
     if format == "int4p":
-        codes = _rows_of_groups(scale_bytes[: lay.tiles * lay.groups * TILE_ROWS], lay)
+        codes = _rows_of_groups(scale_bytes[:places], lay)
         s = scale_bytes[-lay.tiles * 64 :].view(np.float32)
         scale = (codes & 15).astype(np.float32) * s[:, None]
         offset = np.float32(8) - (codes >> 7).astype(np.float32)

@@ -1,8 +1,8 @@
 """pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
 
 Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
-bf16, int4 keeps its groups.  Gate and up rows of one MLP alternate by tile.  Tables, norms and
-router gates stay dense, and so does whatever runs on another device.
+bf16, int4 and mxfp4 keep their groups.  Gate and up rows of one MLP alternate by tile.  Tables,
+norms and router gates stay dense, and so does whatever runs on another device.
 
 The encoding also says in which form a kernel takes the rows that it multiplies: `rows=int8` for
 integer weights (dot products run on integer units, with one scale per row and 256 columns),
@@ -35,10 +35,8 @@ _PACKED: dict[str, dict[int, bool]] = {
     "moe.grouped_mlp": {3: True, 4: False},
     "mla.attend_expanded": {4: False},
 }
-_FORMATS = {
-    "f32": "f32", "f16": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4", "int4p": "int4p",
-}  # fmt: skip
-_INTEGERS = ("int8", "int4", "int4p")
+_FORMATS = ("f32", "f16", "bf16", "fp8", "int8", "int4", "int4p", "int4z", "mxfp4")
+_INTEGERS = ("int8", "int4", "int4p", "int4z", "mxfp4")
 _ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
 
 
@@ -113,8 +111,8 @@ def _stream_packed(module: Module, packed: set[str]) -> None:
 
 def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
     """The tile format that holds the same values, None when there is none."""
-    format = _FORMATS.get(stored.name)
-    return None if format is None else Tile(format, stored.get("group"), gate_up, rows)
+    held = stored.name in _FORMATS
+    return Tile(stored.name, stored.get("group"), gate_up, rows) if held else None
 
 
 def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
@@ -122,7 +120,8 @@ def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
         return "int8" if stored.name == "int4p" else "f32"
     if stored.name in _INTEGERS:
         return "int8"
-    return "bf16" if stored.name == "bf16" and op.results[0].tensor.dtype == "bf16" else "f32"
+    in_bf16 = stored.name in ("bf16", "fp8") and op.results[0].tensor.dtype == "bf16"
+    return "bf16" if in_bf16 else "f32"
 
 
 def _note_doubles(module: Module, ctx: PassContext, packed: set[str]) -> None:

@@ -222,7 +222,7 @@ def test_unknown_option(traced: kt.Traced) -> None:
 
 def test_unknown_policy(traced: kt.Traced) -> None:
     message = shown(lambda: traced.lower("cpu", quantize="int3"))
-    assert message == "quantize 'int3': unknown encoding int3 (did you mean int8, int4?)"
+    assert message == "quantize 'int3': unknown encoding int3 (did you mean int8, int4, int4z?)"
 
 
 def test_malformed_ktir() -> None:

@@ -66,7 +66,10 @@ def lowered(module: Module, quantize: str | None = None) -> Module:
     return module
 
 
-@pytest.mark.parametrize("quantize", [None, "int4(group=32)", "int8"])
+@pytest.mark.parametrize(
+    "quantize",
+    [None, "int4(group=32)", "int8", "int8(group=32)", "int4z(group=32)", "mxfp4", "fp8", "f16"],
+)
 @pytest.mark.parametrize("make", [mla_moe, gqa_moe])
 def test_every_native_kernel_of_a_plan_keeps_its_bound(make, quantize: str | None):
     module = lowered(make(), quantize)

@@ -5,7 +5,18 @@
 
 namespace ktg {
 
-enum Format : int { FMT_F32 = 0, FMT_BF16, FMT_INT8, FMT_INT4, FMT_INT4P };
+enum Format : int {
+  FMT_F32 = 0,
+  FMT_BF16,
+  FMT_INT8,
+  FMT_INT4,
+  FMT_INT4P,
+  FMT_INT8G,  // "int8" with a group
+  FMT_INT4Z,
+  FMT_MXFP4,
+  FMT_F16,
+  FMT_FP8,
+};
 
 // As what a kernel takes the rows it multiplies with a weight. int8: one scale per row and
 // kActBlock columns. bf16: on tile hardware and for many rows; f32 otherwise.
@@ -28,7 +39,8 @@ struct WeightArg {
   long groups;        // scale groups per row
   long tile_bytes;    // data bytes of one tile
   long scale_offset;  // from the start of a matrix: scales of rows or groups
-  long outer_offset;  // a second table: scales of rows behind factors of groups (int4p)
+  long outer_offset;  // a second table: scales of rows behind factors of groups (int4p); zeros
+                      // (int4z)
   long stride;        // bytes between matrices of the stack
 };
 
@@ -36,6 +48,7 @@ struct WeightArg {
 const char* describe_weight(const char* format, long rows, long cols, long count, long group,
                             bool gate_up, WeightArg* out);
 const char* format_name(int format);
+bool has_integers(int format);  // takes rows of 8-bit integers
 // nullptr, or why these rows cannot meet this format.
 const char* set_activations(const char* name, WeightArg* w);
 

@@ -9,6 +9,8 @@
 
 #include "kernels/gemm.h"
 
+#include "kernels/columns.h"
+
 #include "kernels/weights.h"
 
 #include "kernels/tile_ops.h"
@@ -19,7 +21,10 @@
 
 #include "kernels/int_format_int4.h"
 #include "kernels/int_format_int4p.h"
+#include "kernels/int_format_int4z.h"
 #include "kernels/int_format_int8.h"
+#include "kernels/int_format_int8_group.h"
+#include "kernels/int_format_mxfp4.h"
 
 #include "kernels/int_panel.h"
 
@@ -28,6 +33,8 @@
 #include "kernels/int_weights.h"
 
 #include "kernels/bf16_tiles.h"
+
+#include "kernels/fp8_tiles.h"
 
 #include "kernels/rows_times.h"
 
@@ -39,9 +46,12 @@
 #include "kernels/linear.h"
 #include "kernels/mlp.h"
 #include "kernels/norm.h"
-#include "kernels/quantize.h"
 #include "kernels/rope.h"
 #include "kernels/route.h"
+
+#include "kernels/quantize_groups.h"
+
+#include "kernels/quantize.h"
 
 #include "kernels/mla_expanded.h"
 #include "kernels/paged_attend.h"

@@ -33,8 +33,13 @@ KTG_IN const char* ahead_of(const Tiles& t, long n_tiles, const char* data, long
   return data + (at < t.w->tile_bytes ? at : at + (n_tiles - 1) * t.w->tile_bytes);
 }
 
-// Sums of nibbles times bytes over [k0, k1), from zero.
-template <int M, int N>
+// Nibbles as the unsigned bytes they stand for.
+struct PlainNibbles {
+  KTG_IN I bytes(I nibbles) { return nibbles; }
+};
+
+// Adds sums of nibbles times bytes over [k0, k1).
+template <int M, int N, class Nibbles = PlainNibbles>
 KTG_IN void dot_group(const Tiles& t, long n0, const IntRow (&x)[M], long k0, long k1,
                       I (&acc)[M][N]) {
   const char* data[N];
@@ -45,7 +50,7 @@ KTG_IN void dot_group(const Tiles& t, long n0, const IntRow (&x)[M], long k0, lo
     for (int n = 0; n < N; ++n) {
       const I w = load_block(data[n] + k * 8);
       _mm_prefetch(ahead_of(t, N, data[n], k * 8), _MM_HINT_T0);
-      low[n] = low_nibbles(w), high[n] = high_nibbles(w);
+      low[n] = Nibbles::bytes(low_nibbles(w)), high[n] = Nibbles::bytes(high_nibbles(w));
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -53,6 +58,28 @@ KTG_IN void dot_group(const Tiles& t, long n0, const IntRow (&x)[M], long k0, lo
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n)
         acc[m][n] = dot_nibbles(dot_nibbles(acc[m][n], low[n], x_low), high[n], x_high);
+    }
+  }
+}
+
+// Adds sums of signed bytes times bytes over [k0, k1) to what dot_start gave.
+template <int M, int N>
+KTG_IN void dot_bytes(const Tiles& t, long n0, const IntRow (&x)[M], long k0, long k1,
+                      I (&total)[M][N]) {
+  const char* data[N];
+  for (int n = 0; n < N; ++n) data[n] = tile_data(t, n0 + n);
+  for (long k = k0; k < k1; k += 4) {
+    Signed w[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      w[n] = as_signed(load_block(data[n] + k * 16));
+      _mm_prefetch(ahead_of(t, N, data[n], k * 16), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const I xv = four_bytes(x[m].q + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) total[m][n] = dot_signed(total[m][n], w[n], xv);
     }
   }
 }

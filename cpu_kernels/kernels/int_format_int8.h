@@ -17,24 +17,9 @@ struct Int8 {
   template <int M, int N>
   KTG_IN void dot(const Tiles& t, long n0, const IntRow (&x)[M], long k0, long k1,
                   I (&total)[M][N]) {
-    const char* data[N];
-    for (int n = 0; n < N; ++n) data[n] = tile_data(t, n0 + n);
     for (int m = 0; m < M; ++m)
       for (int n = 0; n < N; ++n) total[m][n] = dot_start(x[m].block_sum[k0 / kActBlock]);
-    for (long k = k0; k < k1; k += 4) {
-      Signed w[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        w[n] = as_signed(load_block(data[n] + k * 16));
-        _mm_prefetch(ahead_of(t, N, data[n], k * 16), _MM_HINT_T0);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const I xv = four_bytes(x[m].q + k);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) total[m][n] = dot_signed(total[m][n], w[n], xv);
-      }
-    }
+    dot_bytes<M, N>(t, n0, x, k0, k1, total);
   }
   static void unpack(const Tiles&, long, long, long, char*) {}  // packed bytes are a panel
 };

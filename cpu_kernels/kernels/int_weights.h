@@ -138,13 +138,12 @@ static void int_panel_vector(const IntPanel& p, const IntRows& x, long r0, long 
   }
 }
 
-// The next block of a packed panel, to the second-level cache, while this one is worked on.
-static void prefetch_block(const Tiles& t, long k) {
+// Columns of a packed panel that follow, to the second-level cache, while others are worked on.
+static void prefetch_block(const Tiles& t, long k, long columns) {
   // Behind the last block the stream goes on in the tiles that this place takes next.
-  const long at = k < t.w->kpad ? k * 16 : t.count * t.w->tile_bytes;
+  const long at = k * 16 + (k < t.w->kpad ? 0 : (t.count - 1) * t.w->tile_bytes);
   for (long n = 0; n < t.count; ++n)
-    for (long i = 0; i < kActBlock * 16; i += 64)
-      _mm_prefetch(tile_data(t, n) + at + i, _MM_HINT_T1);
+    for (long i = 0; i < columns * 16; i += 64) _mm_prefetch(tile_data(t, n) + at + i, _MM_HINT_T1);
 }
 
 struct IntScratch {
@@ -156,7 +155,7 @@ struct IntScratch {
 
 template <class Fmt>
 static IntPanel int_panel_of(const Tiles& t, long k0, long k1, IntScratch& s) {
-  if (Fmt::kPacked) prefetch_block(t, k1);
+  if (Fmt::kPacked) prefetch_block(t, k0 + kActBlock, k1 - k0);
   for (long n = 0; n < t.count; ++n) {
     if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, s.panel + n * (k1 - k0) * 16);
     if (Fmt::kScaling != ROW_SCALED) store(s.scale + n * 16, Fmt::block_scale(t, n, k0));
@@ -221,6 +220,12 @@ static void int_tiles_times_rows(const Tiles& t, const IntRows& x, long r0, long
       return int_times<Int8>(t, x, r0, rows, c, c_row, scratch);
     case FMT_INT4:
       return int_times<Int4>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_INT8G:
+      return int_times<Int8Group>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_INT4Z:
+      return int_times<Int4z>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_MXFP4:
+      return int_times<Mxfp4>(t, x, r0, rows, c, c_row, scratch);
     default:
       return int_times<Int4p>(t, x, r0, rows, c, c_row, scratch);
   }

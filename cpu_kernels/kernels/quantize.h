@@ -12,6 +12,7 @@ constexpr float kDivisors[16] = {-8, -7.5f, -8.5f, -7, -9, -6.5f, -9.5f, -10,
 // Columns as vectors of 16 rows: cols[k][16]. Missing rows and columns are 0.
 static long load_columns(const PackJob& job, const long (&rows)[16], float* cols) {
   const WeightArg& w = job.w;
+  const float most = w.format == FMT_F16 ? 65504.0f : 3.40282347e38f;
   for (long k = 0; k < w.kpad * 16; ++k) cols[k] = 0.0f;
   for (int r = 0; r < 16; ++r) {
     if (rows[r] < 0) continue;
@@ -21,7 +22,7 @@ static long load_columns(const PackJob& job, const long (&rows)[16], float* cols
       const float v = job.src_dtype == DT_F32 ? reinterpret_cast<const float*>(src)[k]
                                               : bf16_to_f32(reinterpret_cast<const u16*>(src)[k]);
       cols[k * 16 + r] = v;
-      finite &= v - v == 0.0f;
+      finite &= v <= most && v >= -most;
     }
     if (!finite) return rows[r];
   }
@@ -45,12 +46,15 @@ static void pack_int8(const float* cols, long kpad, char* dst, float* scales) {
   }
 }
 
+static void pack_int8_groups(const float* cols, const WeightArg& w, char* dst, float* scales) {
+  for (long g = 0; g < w.groups; ++g) {
+    const long k0 = g * w.group, n = lmin(w.group, w.kpad - k0);
+    pack_int8(cols + k0 * 16, n, dst + k0 / 4 * kBlockBytes, scales + g * 16);
+  }
+}
+
 KTG_IN F int4_round(F x, F inverse) {
   return round(min(max(mul(x, inverse), set1(-8.0f)), set1(7.0f)));
-}
-KTG_IN F inverse_or_zero(F s) {
-  const F inv = div(set1(1.0f), s);
-  return select(less(abs(inv), set1(__builtin_inff())), inv, zero());
 }
 
 // The scale of least squared error among the candidates; n columns of 16 rows.
@@ -172,6 +176,7 @@ static void pack_tile(const PackJob& job, long tile, const float* cols) {
   const WeightArg& w = job.w;
   char* dst = job.dst + tile * w.tile_bytes;
   char* scales = job.dst + w.scale_offset;
+  const long place = tile * w.groups * 16;
   switch (w.format) {
     case FMT_F32:
       __builtin_memcpy(dst, cols, size_t(w.kpad) * 64);
@@ -186,10 +191,26 @@ static void pack_tile(const PackJob& job, long tile, const float* cols) {
       pack_int8(cols, w.kpad, dst, reinterpret_cast<float*>(scales) + tile * 16);
       return;
     case FMT_INT4:
-      pack_int4(cols, w, dst, reinterpret_cast<u16*>(scales) + tile * w.groups * 16);
+      pack_int4(cols, w, dst, reinterpret_cast<u16*>(scales) + place);
+      return;
+    case FMT_INT8G:
+      pack_int8_groups(cols, w, dst, reinterpret_cast<float*>(scales) + place);
+      return;
+    case FMT_INT4Z:
+      pack_int4z(cols, w, dst, reinterpret_cast<u16*>(scales) + place,
+                 reinterpret_cast<uint8_t*>(job.dst + w.outer_offset) + place);
+      return;
+    case FMT_MXFP4:
+      pack_mxfp4(cols, w, dst, reinterpret_cast<uint8_t*>(scales) + place);
+      return;
+    case FMT_F16:
+      pack_f16(cols, w.kpad, dst);
+      return;
+    case FMT_FP8:
+      pack_fp8(cols, w, dst, reinterpret_cast<float*>(scales) + place);
       return;
     default:
-      pack_int4p(cols, w, dst, reinterpret_cast<uint8_t*>(scales) + tile * w.groups * 16,
+      pack_int4p(cols, w, dst, reinterpret_cast<uint8_t*>(scales) + place,
                  reinterpret_cast<float*>(job.dst + w.outer_offset) + tile * 16);
   }
 }

@@ -7,7 +7,7 @@ namespace KTG_ISA {
 namespace {
 
 constexpr long kRowSlack = 32;  // rows that tile kernels may read and write beyond
-constexpr long kFewTokens = 8;  // up to here bf16 weights meet f32 rows; no row is copied
+constexpr long kFewTokens = 8;  // up to here bf16 and fp8 weights meet f32 rows; no row is copied
 constexpr long kCRow = kUnitTiles * 16;
 constexpr size_t kTimesBytes = kPanelBytes > sizeof(IntScratch) ? kPanelBytes : sizeof(IntScratch);
 constexpr size_t kCBytes = (kRowBlock + kRowSlack) * kCRow * 4;
@@ -94,6 +94,8 @@ static void rows_times(const Tiles& t, const Rows& x, long r0, long rows, float*
   if (x.kind == ACTS_INT8)
     return int_tiles_times_rows(t, {x.base, x.stride, x.kpad, x.of, x.scales, x.count}, r0, rows, c,
                                 c_row, scratch);
+  if (x.kind == ACTS_BF16 && t.w->format == FMT_FP8)
+    return fp8_tiles_times_rows(t, x.base + r0 * x.stride, x.stride, rows, c, c_row, scratch);
   if (x.kind == ACTS_BF16)
     return bf16_tiles_times_rows(t, x.base + r0 * x.stride, x.stride, rows, c, c_row);
   f32_rows_times(t, x, r0, rows, c, c_row, scratch);

@@ -135,6 +135,50 @@ KTG_IN F int4_column(I w) {
   return {field<4 * (nibble % 5), 4>(a, 8), field<4 * (nibble % 5), 4>(b, 8)};
 }
 
+// Two halves per lane -> the low ones of all lanes, then the high ones.
+KTG_IN __m256i halves_apart(__m256i w) {
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1,
+                                         4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(w, order), 0xD8);
+}
+template <int K>
+KTG_IN F f16_column(I w) {
+  return {_mm256_cvtph_ps(_mm256_extracti128_si256(halves_apart(w.a), K)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves_apart(w.b), K))};
+}
+KTG_IN F load_f16(const u16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+// Twice the value of an e2m1 code (1 bit sign, 2 exponent, 1 mantissa). vpermps looks only at the
+// low three bits of each index; the sign is put on after it.
+template <int NIBBLE>
+KTG_IN __m256 mxfp4_nibble(__m256i w) {
+  const __m256 table = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+  const __m256 magnitude = _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(w, 4 * NIBBLE));
+  const __m256i top =
+      _mm256_and_si256(_mm256_slli_epi32(w, 28 - 4 * NIBBLE), _mm256_set1_epi32(int(0x80000000)));
+  return _mm256_xor_ps(magnitude, _mm256_castsi256_ps(top));
+}
+template <int K>
+KTG_IN F mxfp4_column(I w) {
+  constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
+  return {mxfp4_nibble<nibble>(w.a), mxfp4_nibble<nibble>(w.b)};
+}
+// e4m3: its exponent and mantissa read as those of f32, whose bias is 120 more. The few denormals
+// cost the product an assist.
+template <int K>
+KTG_IN __m256 fp8_lanes(__m256i w) {
+  const __m256i top = K == 3 ? w : _mm256_slli_epi32(w, 24 - 8 * K);
+  const __m256i bits =
+      _mm256_and_si256(_mm256_srai_epi32(top, 4), _mm256_set1_epi32(int(0x87F00000)));
+  return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
+template <int K>
+KTG_IN F fp8_column(I w) {
+  return {fp8_lanes<K>(w.a), fp8_lanes<K>(w.b)};
+}
+
 // For packing: integers from integral f32, and putting fields of a block together.
 KTG_IN I to_int(F v) { return {_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)}; }
 KTG_IN I bits_or(I a, I b) { return {_mm256_or_si256(a.a, b.a), _mm256_or_si256(a.b, b.b)}; }
@@ -152,12 +196,25 @@ KTG_IN void store_block(char* p, I v) {
 }
 KTG_IN I bf16_bits(F v) { return {bf16_bits8(v.a), bf16_bits8(v.b)}; }
 
+KTG_IN I bits_of(F v) { return {_mm256_castps_si256(v.a), _mm256_castps_si256(v.b)}; }
+KTG_IN F float_of(I v) { return {_mm256_castsi256_ps(v.a), _mm256_castsi256_ps(v.b)}; }
+// Round to nearest even, in the low half of each lane; and 16 of them side by side.
+KTG_IN __m128i to_f16(__m256 v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+KTG_IN I f16_bits(F v) {
+  return {_mm256_cvtepu16_epi32(to_f16(v.a)), _mm256_cvtepu16_epi32(to_f16(v.b))};
+}
+KTG_IN void store_f16(u16* p, F v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_f16(v.a));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), to_f16(v.b));
+}
+
 // Integers: dot products of 4 neighbouring bytes, per 32-bit lane (see vec_avx512.h).
 constexpr int kIntRows = 4, kIntTiles = 1;
 KTG_IN I iset1(int v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
 KTG_IN I iadd(I a, I b) { return {_mm256_add_epi32(a.a, b.a), _mm256_add_epi32(a.b, b.b)}; }
 KTG_IN I isub(I a, I b) { return {_mm256_sub_epi32(a.a, b.a), _mm256_sub_epi32(a.b, b.b)}; }
 KTG_IN I imul(I a, I b) { return {_mm256_mullo_epi32(a.a, b.a), _mm256_mullo_epi32(a.b, b.b)}; }
+KTG_IN I imax(I a, I b) { return {_mm256_max_epi32(a.a, b.a), _mm256_max_epi32(a.b, b.b)}; }
 KTG_IN F to_float(I v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
 KTG_IN I load_ints(const int* p) { return load_block(reinterpret_cast<const char*>(p)); }
 KTG_IN __m256i widen_bytes(const uint8_t* p) {
@@ -183,6 +240,12 @@ KTG_IN I low_nibbles(I w) {
 KTG_IN I high_nibbles(I w) {
   return low_nibbles({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)});
 }
+// Entry `index` (bytes 0..15) of a table of 16 bytes.
+KTG_IN I lookup_bytes(__m128i table, I index) {
+  const __m256i t = _mm256_broadcastsi128_si256(table);
+  return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
+}
+KTG_IN I isub_bytes(I a, I b) { return {_mm256_sub_epi8(a.a, b.a), _mm256_sub_epi8(a.b, b.b)}; }
 KTG_IN I scale_nibbles(I u, I factor, I offset) {
   return {_mm256_sub_epi8(_mm256_mullo_epi16(u.a, factor.a), offset.a),
           _mm256_sub_epi8(_mm256_mullo_epi16(u.b, factor.b), offset.b)};

@@ -91,6 +91,29 @@ KTG_IN F int4_column(I w) {
   return _mm512_permutexvar_ps(nibble ? _mm512_srli_epi32(w, 4 * nibble) : w, table);
 }
 
+template <int K>
+KTG_IN F f16_column(I w) {
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(K ? _mm512_srli_epi32(w, 16) : w));
+}
+KTG_IN F load_f16(const u16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Twice the value of an e2m1 code (1 bit sign, 2 exponent, 1 mantissa).
+template <int K>
+KTG_IN F mxfp4_column(I w) {
+  constexpr int nibble = K < 4 ? 2 * K : 2 * (K - 4) + 1;
+  const F table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+  return _mm512_permutexvar_ps(nibble ? _mm512_srli_epi32(w, 4 * nibble) : w, table);
+}
+// e4m3: its exponent and mantissa read as those of f32, whose bias is 120 more. The few denormals
+// cost the product an assist.
+template <int K>
+KTG_IN F fp8_column(I w) {
+  const I top = K == 3 ? w : _mm512_slli_epi32(w, 24 - 8 * K);
+  const I bits = _mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32(int(0x87F00000)));
+  return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
+
 // For packing: integers from integral f32, and putting fields of a block together.
 KTG_IN I to_int(F v) { return _mm512_cvtps_epi32(v); }
 KTG_IN I bits_or(I a, I b) { return _mm512_or_si512(a, b); }
@@ -98,12 +121,22 @@ KTG_IN I bits_and(I a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi32(
 KTG_IN I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 KTG_IN void store_block(char* p, I v) { _mm512_storeu_si512(p, v); }
 
+KTG_IN I bits_of(F v) { return _mm512_castps_si512(v); }
+KTG_IN F float_of(I v) { return _mm512_castsi512_ps(v); }
+// Round to nearest even, in the low half of each lane; and 16 of them side by side.
+KTG_IN __m256i to_f16(F v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+KTG_IN I f16_bits(F v) { return _mm512_cvtepu16_epi32(to_f16(v)); }
+KTG_IN void store_f16(u16* p, F v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_f16(v));
+}
+
 // Integers: dot products of 4 neighbouring bytes, per 32-bit lane.
 constexpr int kIntRows = 6, kIntTiles = 4;  // accumulators of the integer kernels
 KTG_IN I iset1(int v) { return _mm512_set1_epi32(v); }
 KTG_IN I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 KTG_IN I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
 KTG_IN I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+KTG_IN I imax(I a, I b) { return _mm512_max_epi32(a, b); }
 KTG_IN F to_float(I v) { return _mm512_cvtepi32_ps(v); }
 KTG_IN I load_ints(const int* p) { return _mm512_loadu_si512(p); }
 KTG_IN I load_bytes(const uint8_t* p) {  // 16 unsigned bytes as integers
@@ -121,6 +154,11 @@ KTG_IN I low_nibbles(I w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 KTG_IN I high_nibbles(I w) {
   return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
 }
+// Entry `index` (bytes 0..15) of a table of 16 bytes.
+KTG_IN I lookup_bytes(__m128i table, I index) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
+}
+KTG_IN I isub_bytes(I a, I b) { return _mm512_sub_epi8(a, b); }
 // Every byte of a lane times that lane's factor (0..15), less the lane's offset. Two nibbles side
 // by side in 16 bits times at most 15 stay below 256 each, so one 16-bit product does both.
 KTG_IN I scale_nibbles(I u, I factor, I offset) {

@@ -3,7 +3,8 @@
 // decoded once into an f32 panel in the cache, and gemm.h runs over it. Both follow the chains
 // below, so their bits are equal:
 //   f32, bf16: one chain over all k.   int8: that, times the row's scale.
-//   int4: a chain per group from zero; total = scale * chain + total, in group order.
+//   formats with groups: a chain per group from zero; total = scale * chain + total, in group
+//   order.
 #pragma once
 
 namespace ktg {
@@ -12,74 +13,33 @@ namespace {
 
 constexpr long kUnitTiles = 4;  // tiles a work unit computes together
 constexpr long kPanelK =
-    128;  // columns per panel: 4 tiles x 128 x 64 bytes = 32 KiB; a multiple of every group
+    128;  // most columns of a panel: 4 tiles x 128 x 64 bytes = 32 KiB; a multiple of every group
 constexpr long kDirectRows =
     12;  // up to here weights are decoded in registers, for up to 6 rows at a time
 constexpr long kTokenBlock = 96;  // rows per work unit
 constexpr long kPrefetch = 1536;  // bytes ahead in each tile's stream
 constexpr size_t kPanelBytes = kUnitTiles * kPanelK * 64 + kUnitTiles * 64;
 
-struct Bf16Format {
-  static constexpr int kStep = 2;
-  template <int K>
-  KTG_IN F column(I w) {
-    return bf16_column<K>(w);
-  }
-};
-struct Int8Format {
-  static constexpr int kStep = 4;
-  template <int K>
-  KTG_IN F column(I w) {
-    return int8_column<K>(w);
-  }
-};
-struct Int4Format {
-  static constexpr int kStep = 8;
-  template <int K>
-  KTG_IN F column(I w) {
-    return int4_column<K>(w);
-  }
-};
-
-struct Tiles {
-  const WeightArg* w;
-  const char* matrix;  // start of one matrix of the stack
-  long first, count;   // tiles
-};
-
-KTG_IN Tiles tiles_of(const WeightArg& w, long index, long first, long count) {
-  return {&w, w.data + index * w.stride, first, count};
-}
-KTG_IN const char* tile_data(const Tiles& t, long n) {
-  return t.matrix + (t.first + n) * t.w->tile_bytes;
-}
-KTG_IN F int8_scale(const Tiles& t, long n) {
-  return load(reinterpret_cast<const float*>(t.matrix + t.w->scale_offset) + (t.first + n) * 16);
-}
-KTG_IN F int4_scale(const Tiles& t, long n, long group) {
-  const u16* s = reinterpret_cast<const u16*>(t.matrix + t.w->scale_offset);
-  return load_bf16(s + ((t.first + n) * t.w->groups + group) * 16);
-}
-
-template <class Fmt, int M, int N, int K>
-KTG_IN void fma_column(const I (&word)[N], const float* const (&xp)[M], long k, F (&acc)[M][N]) {
+template <class Fmt, int M, int N, int K, class Z>
+KTG_IN void fma_column(const I (&word)[N], const Z (&zeros)[N], const float* const (&xp)[M], long k,
+                       F (&acc)[M][N]) {
   if constexpr (K < Fmt::kStep) {
     F wv[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) wv[n] = Fmt::template column<K>(word[n]);
+    for (int n = 0; n < N; ++n) wv[n] = Fmt::template column<K>(word[n], zeros[n]);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       const F xv = set1(xp[m][k + K]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[m][n] = fma(wv[n], xv, acc[m][n]);
     }
-    fma_column<Fmt, M, N, K + 1>(word, xp, k, acc);
+    fma_column<Fmt, M, N, K + 1>(word, zeros, xp, k, acc);
   }
 }
 
-template <class Fmt, int M, int N>
-KTG_IN void fma_blocks(const char* const (&data)[N], const float* const (&xp)[M], long b0, long b1,
-                       long ahead, F (&acc)[M][N]) {
+template <class Fmt, int M, int N, class Z>
+KTG_IN void fma_blocks(const char* const (&data)[N], const Z (&zeros)[N],
+                       const float* const (&xp)[M], long b0, long b1, long ahead, F (&acc)[M][N]) {
   for (long b = b0; b < b1; ++b) {
     I word[N];
 #pragma GCC unroll 4
@@ -87,7 +47,7 @@ KTG_IN void fma_blocks(const char* const (&data)[N], const float* const (&xp)[M]
       word[n] = load_block(data[n] + b * kBlockBytes);
       _mm_prefetch(data[n] + b * kBlockBytes + ahead, _MM_HINT_T0);
     }
-    fma_column<Fmt, M, N, 0>(word, xp, b * Fmt::kStep, acc);
+    fma_column<Fmt, M, N, 0>(word, zeros, xp, b * Fmt::kStep, acc);
   }
 }
 
@@ -102,16 +62,18 @@ static void direct_block(const Tiles& t, long n0, const float* const* x, float* 
     for (int n = 0; n < N; ++n) acc[m][n] = zero();
   }
   const long blocks = t.w->kpad / Fmt::kStep, tile_bytes = t.w->tile_bytes;
-  const long run =
-      Fmt::kStep == 8 ? t.w->group / 8 : 16;  // int4: a group; else only for the prefetch
+  // a group; else only for the prefetch
+  const long run = Fmt::kGrouped ? t.w->group / Fmt::kStep : 16;
   for (long b = 0, group = 0; b < blocks; b += run, ++group) {
     // Near the end of a tile its stream goes on in the tile that this place reads next.
     const bool inside = b * kBlockBytes + kPrefetch < tile_bytes;
     const long ahead = inside ? kPrefetch : kPrefetch + (N - 1) * tile_bytes;
-    fma_blocks<Fmt, M, N>(data, xp, b, lmin(b + run, blocks), ahead, acc);
-    if constexpr (Fmt::kStep == 8) {
+    decltype(Fmt::zeros(t, 0, 0)) zeros[N];
+    for (int n = 0; n < N; ++n) zeros[n] = Fmt::zeros(t, n0 + n, group);
+    fma_blocks<Fmt, M, N>(data, zeros, xp, b, lmin(b + run, blocks), ahead, acc);
+    if constexpr (Fmt::kGrouped) {
       for (int n = 0; n < N; ++n) {
-        const F scale = int4_scale(t, n0 + n, group);
+        const F scale = Fmt::scale(t, n0 + n, group);
         for (int m = 0; m < M; ++m) {
           float* out = c + m * c_row + (n0 + n) * 16;
           store(out, fma(scale, acc[m][n], b == 0 ? zero() : load(out)));
@@ -120,11 +82,11 @@ static void direct_block(const Tiles& t, long n0, const float* const* x, float* 
       }
     }
   }
-  if constexpr (Fmt::kStep == 8) return;
+  if constexpr (Fmt::kGrouped) return;
   for (int n = 0; n < N; ++n)
     for (int m = 0; m < M; ++m)
       store(c + m * c_row + (n0 + n) * 16,
-            Fmt::kStep == 4 ? mul(int8_scale(t, n0 + n), acc[m][n]) : acc[m][n]);
+            Fmt::kRowScale ? mul(int8_scale(t, n0 + n), acc[m][n]) : acc[m][n]);
 }
 
 template <class Fmt, int M>
@@ -160,23 +122,25 @@ static void direct(const Tiles& t, const float* const* x, long rows, float* c, l
   }
 }
 
-template <class Fmt, int K>
-KTG_IN void decode_columns(I word, float* dst) {
+template <class Fmt, int K, class Z>
+KTG_IN void decode_columns(I word, Z zeros, float* dst) {
   if constexpr (K < Fmt::kStep) {
-    store(dst + K * 16, Fmt::template column<K>(word));
-    decode_columns<Fmt, K + 1>(word, dst);
+    store(dst + K * 16, Fmt::template column<K>(word, zeros));
+    decode_columns<Fmt, K + 1>(word, zeros, dst);
   }
 }
 
-// Columns [k0, k1) of the tiles as f32, unscaled: panel[n][k - k0][16].
+// Columns [k0, k1) of the tiles (of one group, if there are groups) as f32, unscaled: panel[n][k -
+// k0][16].
 template <class Fmt>
 static void decode_panel(const Tiles& t, long k0, long k1, float* panel) {
   for (long n = 0; n < t.count; ++n) {
     const char* data = tile_data(t, n) + k0 / Fmt::kStep * kBlockBytes;
     float* dst = panel + n * kPanelK * 16;
+    const auto zeros = Fmt::zeros(t, n, Fmt::kGrouped ? k0 / t.w->group : 0);
     for (long b = 0; b < (k1 - k0) / Fmt::kStep; ++b) {
       _mm_prefetch(data + b * kBlockBytes + kPrefetch, _MM_HINT_T0);
-      decode_columns<Fmt, 0>(load_block(data + b * kBlockBytes), dst + b * Fmt::kStep * 16);
+      decode_columns<Fmt, 0>(load_block(data + b * kBlockBytes), zeros, dst + b * Fmt::kStep * 16);
     }
   }
 }
@@ -197,32 +161,27 @@ KTG_IN void advance(const float* const* x, long rows, long k, const float** out)
 template <class Fmt>
 static void paneled(const Tiles& t, const float* const* x, long rows, float* c, long c_row,
                     float* panel) {
-  // 16 KiB of panel in use at a time, beside x and C in the first-level cache; int4 goes by groups.
-  constexpr long span = Fmt::kStep == 8 ? kPanelK : 64;
+  // A group, or 16 KiB of panel at a time, beside x and C in the first-level cache.
+  const long span = Fmt::kGrouped ? t.w->group : 64;
   const float* xk[kTokenBlock];
   float* scale = panel + kUnitTiles * kPanelK * 16;
   GemmArgs g{xk, 1, panel, kPanelK * 16, 16, 0, c, c_row, scale, nullptr, nullptr};
-  if (Fmt::kStep == 8)
+  if (Fmt::kGrouped)
     for (long m = 0; m < rows; ++m)
       for (long n = 0; n < t.count; ++n) store(c + m * c_row + n * 16, zero());
   for (long k0 = 0; k0 < t.w->kpad; k0 += span) {
     const long k1 = lmin(k0 + span, t.w->kpad);
     decode_panel<Fmt>(t, k0, k1, panel);
-    if constexpr (Fmt::kStep != 8) {
-      advance(x, rows, k0, xk);
-      g.k = k1 - k0;
-      k0 == 0 ? gemm<FRESH>(g, rows, t.count) : gemm<RESUME>(g, rows, t.count);
-      continue;
-    }
-    for (long k = k0; k < k1; k += t.w->group) {
-      for (long n = 0; n < t.count; ++n) store(scale + n * 16, int4_scale(t, n, k / t.w->group));
-      advance(x, rows, k, xk);
-      g.w = panel + (k - k0) * 16;
-      g.k = lmin(t.w->group, k1 - k);
+    advance(x, rows, k0, xk);
+    g.k = k1 - k0;
+    if constexpr (Fmt::kGrouped) {
+      for (long n = 0; n < t.count; ++n) store(scale + n * 16, Fmt::scale(t, n, k0 / span));
       gemm<SCALED>(g, rows, t.count);
+    } else {
+      k0 == 0 ? gemm<FRESH>(g, rows, t.count) : gemm<RESUME>(g, rows, t.count);
     }
   }
-  if (Fmt::kStep == 4) scale_rows(t, rows, c, c_row);
+  if (Fmt::kRowScale) scale_rows(t, rows, c, c_row);
 }
 
 template <class Fmt>
@@ -255,6 +214,16 @@ static void tiles_times_rows(const Tiles& t, const float* const* x, long rows, f
       return times_rows<Bf16Format>(t, x, rows, c, c_row, panel);
     case FMT_INT8:
       return times_rows<Int8Format>(t, x, rows, c, c_row, panel);
+    case FMT_INT8G:
+      return times_rows<Int8GFormat>(t, x, rows, c, c_row, panel);
+    case FMT_INT4Z:
+      return times_rows<Int4zFormat>(t, x, rows, c, c_row, panel);
+    case FMT_MXFP4:
+      return times_rows<Mxfp4Format>(t, x, rows, c, c_row, panel);
+    case FMT_F16:
+      return times_rows<F16Format>(t, x, rows, c, c_row, panel);
+    case FMT_FP8:
+      return times_rows<Fp8Format>(t, x, rows, c, c_row, panel);
     default:
       return times_rows<Int4Format>(t, x, rows, c, c_row, panel);
   }

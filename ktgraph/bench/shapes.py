@@ -42,7 +42,7 @@ SHAPES = {
 }
 MEASURED = tuple(name for name in SHAPES if name != "tiny")
 
-_GROUPED = {"int4": 64, "int4p": 64}  # default groups
+_GROUPED = {"int4": 64, "int4p": 64, "int4z": 64, "mxfp4": 32, "fp8": 128}  # default groups
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ def find_shape(name: str) -> Shape:
 
 
 # How a format's name begins -> bits of a weight: what is compared with what.
-_BITS = (("f32", 32), ("bf16", 16), ("int8", 8), ("q8", 8), ("int4", 4), ("q4", 4))
+_BITS = (
+    ("f32", 32), ("bf16", 16), ("f16", 16), ("fp8", 8), ("int8", 8), ("q8", 8), ("int4", 4),
+    ("q4", 4), ("mxfp4", 4),
+)  # fmt: skip
 
 
 def bits_of(format_name: str) -> int:

@@ -1,6 +1,6 @@
 """The one table of encodings: how the bytes of a weight lie, how large they are, what they mean.
 
-A plain encoding (``bf16``, ``int8``, ``int4(group=32)``) keeps rows in order.  A tile encoding
+A plain encoding (``bf16``, ``int8(group=64)``, ``mxfp4``) keeps rows in order.  A tile encoding
 (``tile.int8``) is what CPU kernels read: docs/layouts.md.  ``from_float`` gives the stored arrays,
 ``to_float`` the f32 values that those arrays mean.
 """
@@ -95,10 +95,10 @@ def parse_encoding(text: str) -> Encoding:
 
 
 def with_defaults(encoding: Encoding) -> Encoding:
-    """The encoding with every parameter in the table's order; "no" and absent are the same."""
+    """The encoding with every parameter in the table's order; "no", group 0 and absent are one."""
     found, given = encoding_def(encoding), dict(encoding.params)
     values = {key: given.get(key, allowed[0]) for key, allowed in found.params.items()}
-    return Encoding(encoding.name, tuple((k, v) for k, v in values.items() if v != "no"))
+    return Encoding(encoding.name, tuple((k, v) for k, v in values.items() if v not in ("no", 0)))
 
 
 def nbytes(type: TensorType, bindings: Mapping[str, int]) -> int:
@@ -170,39 +170,111 @@ def _quantize(values: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, t
     return q.reshape(values.shape), scales.reshape(*lead, values.shape[-2], -1)
 
 
+def _groups(shape: Shape, encoding: Encoding) -> int:
+    """Scales of one row."""
+    group = encoding.get("group")
+    return -(-shape[-1] // group) if group else 1
+
+
+def _per_column(scales: torch.Tensor, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    """f32 scales (or zero points) [..., groups] for each column."""
+    group = encoding.get("group") or shape[-1]
+    return scales.float().repeat_interleave(group, dim=-1)[..., : shape[-1]]
+
+
 def _int8_from(values: torch.Tensor, encoding: Encoding) -> Stored:
     q, scales = _quantize(values, encoding)
-    return q, scales[..., 0]
+    return q, scales if encoding.get("group") else scales[..., 0]
 
 
 def _int8_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
     q, scales = stored
-    return (q.float() * scales[..., None]).reshape(tuple(shape))
+    by_group = scales if encoding.get("group") else scales[..., None]
+    return (q.float() * _per_column(by_group, shape, encoding)).reshape(tuple(shape))
 
 
 def _int8_nbytes(shape: Shape, encoding: Encoding) -> int:
-    return prod(shape) + 4 * prod(shape[:-1])
+    return prod(shape) + 4 * prod(shape[:-1]) * _groups(shape, encoding)
 
 
 def _int4_from(values: torch.Tensor, encoding: Encoding) -> Stored:
-    """Bytes hold columns 2c (low nibble) and 2c+1 (high), as q + 8; an odd end is padded by 8."""
+    """Nibbles hold q + 8; scales are bf16."""
     q, scales = _quantize(values, encoding)
-    nibbles = (q + 8).to(torch.uint8)
-    if nibbles.shape[-1] % 2:
-        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales.to(torch.bfloat16)
+    return _two_a_byte((q + 8).to(torch.uint8), 8), scales.to(torch.bfloat16)
 
 
 def _int4_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
     packed, scales = stored
-    both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : shape[-1]]
-    per_column = scales.float().repeat_interleave(encoding.get("group"), dim=-1)
-    return ((both.float() - 8) * per_column[..., : shape[-1]]).reshape(tuple(shape))
+    q = _from_bytes(packed, shape).float() - 8
+    return (q * _per_column(scales, shape, encoding)).reshape(tuple(shape))
 
 
-def _int4_nbytes(shape: Shape, encoding: Encoding) -> int:
-    rows, cols = prod(shape[:-1]), shape[-1]
-    return rows * (-(-cols // 2) + 2 * -(-cols // encoding.get("group")))
+def _two_a_byte(nibbles: torch.Tensor, end: int) -> torch.Tensor:
+    """Bytes hold columns 2c (low nibble) and 2c+1 (high); an odd end is padded by `end`."""
+    if nibbles.shape[-1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=end)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def _from_bytes(packed: torch.Tensor, shape: Shape) -> torch.Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : shape[-1]]
+
+
+def _nibbles_nbytes(per_group: int) -> Callable[[Shape, Encoding], int]:
+    def count(shape: Shape, encoding: Encoding) -> int:
+        rows, cols = prod(shape[:-1]), shape[-1]
+        return rows * (-(-cols // 2) + per_group * _groups(shape, encoding))
+
+    return count
+
+
+def _by_reference(values: torch.Tensor, encoding: Encoding) -> Stored:
+    """What the specification makes of each matrix: integers, scales and, of int4z, zero points."""
+    from ktgraph.cpu_kernels import reference_layouts
+
+    quantize = {
+        "int4z": reference_layouts.quantize_int4z,
+        "mxfp4": reference_layouts.quantize_mxfp4,
+        "fp8": reference_layouts.quantize_fp8,
+    }[encoding.name]
+    found = [quantize(m.numpy(), encoding.get("group")) for m in _matrices(values.float())]
+    each = (torch.as_tensor(np.stack(parts)) for parts in zip(*found, strict=True))
+    return tuple(part.reshape(*values.shape[:-1], -1) for part in each)
+
+
+def _int4z_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    q, scales, zeros = _by_reference(values, encoding)
+    return _two_a_byte(q, 0), scales, zeros
+
+
+def _int4z_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    packed, scales, zeros = stored
+    q = _from_bytes(packed, shape).float() - _per_column(zeros, shape, encoding)
+    return (q * _per_column(scales, shape, encoding)).reshape(tuple(shape))
+
+
+def _mxfp4_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    codes, scales = _by_reference(values, encoding)
+    return _two_a_byte(codes, 0), scales
+
+
+def _mxfp4_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    from ktgraph.cpu_kernels.reference_layouts import E2M1_TWICE, e8m0_values
+
+    packed, scales = stored
+    twice = torch.as_tensor(E2M1_TWICE)[_from_bytes(packed, shape).long()].float()
+    values = torch.as_tensor(e8m0_values(scales.numpy()))
+    return (twice * (_per_column(values, shape, encoding) * 0.5)).reshape(tuple(shape))
+
+
+def _fp8_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    codes, scales = _by_reference(values, encoding)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def _fp8_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    codes, scales = stored
+    return (codes.float() * _per_column(scales, shape, encoding)).reshape(tuple(shape))
 
 
 def _int4p_from(values: torch.Tensor, encoding: Encoding) -> Stored:
@@ -245,8 +317,8 @@ def _int4p_nbytes(shape: Shape, encoding: Encoding) -> int:
 class Tile:
     """The parameters of a tile encoding as the native packer and kernels take them."""
 
-    format: str  # f32, bf16, int8, int4, int4p
-    group: int  # columns per scale of int4 and int4p, else 0
+    format: str  # f32, bf16, f16, fp8, int8, int4, int4p, int4z, mxfp4
+    group: int  # columns per scale; 0: none, or one per row
     gate_up: bool  # gate and up tiles alternate
     rows: str = "f32"  # what rows of x are rounded to: f32 (not at all), bf16, int8
 
@@ -347,14 +419,14 @@ for _dtype in DTYPES:
     register_encoding(_dense(_dtype))
 register_encoding(
     EncodingDef(
-        "int8", "8-bit integers, one f32 scale per row: absmax / 127",
-        True, _int8_nbytes, _int8_from, _int8_to, {}, block=0,
+        "int8", "8-bit integers, one f32 scale per row or group of columns: absmax / 127",
+        True, _int8_nbytes, _int8_from, _int8_to, {"group": (0, *_GROUPS)}, block=0,
     )
 )  # fmt: skip
 register_encoding(
     EncodingDef(
         "int4", "4-bit integers -8..7, one bf16 scale per group of columns",
-        True, _int4_nbytes, _int4_from, _int4_to, {"group": _GROUPS}, block=32,
+        True, _nibbles_nbytes(2), _int4_from, _int4_to, {"group": _GROUPS}, block=32,
     )
 )  # fmt: skip
 register_encoding(
@@ -363,18 +435,43 @@ register_encoding(
         True, _int4p_nbytes, _int4p_from, _int4p_to, {"group": _GROUPS}, block=0,
     )
 )  # fmt: skip
-# tile format -> what rows of x may be rounded to; "no" is not at all
-_ROWS: dict[str, tuple[int | str, ...]] = {
-    "f32": ("no",), "bf16": ("no", "bf16"), "int8": ("no", "int8"), "int4": ("no", "int8"),
-    "int4p": ("no",),
-}  # fmt: skip
-for _format, _rows in _ROWS.items():
-    _group = {"group": _GROUPS} if _format in ("int4", "int4p") else {}
+register_encoding(
+    EncodingDef(
+        "int4z", "4-bit integers 0..15, an f16 scale and a zero point per group of columns",
+        True, _nibbles_nbytes(3), _int4z_from, _int4z_to, {"group": _GROUPS}, block=32,
+    )
+)  # fmt: skip
+register_encoding(
+    EncodingDef(
+        "mxfp4", "e2m1 floats, one power of two (e8m0) per 32 columns",
+        True, _nibbles_nbytes(1), _mxfp4_from, _mxfp4_to, {"group": (32,)}, block=32,
+    )
+)  # fmt: skip
+register_encoding(
+    EncodingDef(
+        "fp8", "e4m3 floats, one f32 scale per 128 columns: absmax / 448",
+        True, _int8_nbytes, _fp8_from, _fp8_to, {"group": (128,)}, block=128,
+    )
+)  # fmt: skip
+# tile format -> its groups, and what rows of x may be rounded to ("no" is not at all)
+_Values = tuple[int | str, ...]
+_TILE_FORMATS: Mapping[str, tuple[_Values, _Values]] = {
+    "f32": ((), ("no",)),
+    "bf16": ((), ("no", "bf16")),
+    "f16": ((), ("no",)),
+    "fp8": ((128,), ("no", "bf16")),
+    "int8": ((0, *_GROUPS), ("no", "int8")),
+    "int4": (_GROUPS, ("no", "int8")),
+    "int4p": (_GROUPS, ("no",)),
+    "int4z": (_GROUPS, ("no", "int8")),
+    "mxfp4": ((32,), ("no", "int8")),
+}
+for _format, (_choices, _rows) in _TILE_FORMATS.items():
     register_encoding(
         EncodingDef(
             f"tile.{_format}", f"{_format} in tiles of 16 rows (docs/layouts.md)",
             _format != "f32", _tile_nbytes, _tile_from, _tile_to,
-            _group | {"gate_up": _YES_NO, "rows": _rows},
+            ({"group": _choices} if _choices else {}) | {"gate_up": _YES_NO, "rows": _rows},
         )
     )  # fmt: skip
 

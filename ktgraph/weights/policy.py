@@ -4,6 +4,7 @@
     int4p(group=32)                    groups of 32; the output head gets int8.  int4p has integer
                                        factors of groups in one scale per row, int4 a float scale
                                        per group: about as exact, slower for long prompts
+    int8(group=64), int4z, mxfp4, fp8, f16   what checkpoints are stored in (docs/layouts.md)
     experts=int4p(group=64),*=int8     regular expressions of weight names as the IR prints them (or
                                        of weights they are made from); the first match wins
     lm_head=keep,budget=0.01           "keep" leaves a weight; "budget" picks the cheapest encoding
@@ -108,7 +109,7 @@ class Policy:
         for pattern, encoding in self.rules:
             if not _matches(pattern, use):
                 continue
-            if pattern == "*" and use.is_head and _is_int4(encoding):
+            if pattern == "*" and use.is_head and _has_4_bits(encoding):
                 return Decision(use, _HEAD_INT8, None, "the output head gets int8 under int4")
             return Decision(use, encoding, None, "" if encoding else f"{pattern}=keep")
         if self.budget is not None:
@@ -173,7 +174,7 @@ def _encoding(text: str, value: str) -> Encoding | None:
         found = parse_encoding(value)
     except (EncodingError, ParseError) as error:
         raise PolicyError(f"quantize {text!r}: {error}") from None
-    if encoding_def(found).block == 1:
+    if encoding_def(found).block == 1 and found.name != "f16":
         raise PolicyError(
             f"quantize {text!r}: {value} is no quantized encoding; "
             f"write one of {', '.join(map(str, LADDER))}, or keep"
@@ -181,8 +182,8 @@ def _encoding(text: str, value: str) -> Encoding | None:
     return found
 
 
-def _is_int4(encoding: Encoding | None) -> bool:
-    return encoding is not None and encoding.name in ("int4", "int4p")
+def _has_4_bits(encoding: Encoding | None) -> bool:
+    return encoding is not None and encoding.name in ("int4", "int4p", "int4z", "mxfp4")
 
 
 def _matches(pattern: str, use: Use) -> bool:

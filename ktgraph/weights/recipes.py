@@ -276,11 +276,14 @@ def _encoded_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> Ten
 # what a weight may be stored as -> tile formats that hold the same values
 _SAME_VALUES = {
     "f32": ("f32",),
-    "f16": ("f32",),
+    "f16": ("f16", "f32"),
     "bf16": ("bf16", "f32"),
     "int8": ("int8",),
     "int4": ("int4",),
     "int4p": ("int4p",),
+    "int4z": ("int4z",),
+    "mxfp4": ("mxfp4",),
+    "fp8": ("fp8",),
 }
 
 

@@ -5,7 +5,8 @@ import torch
 
 INTEGERS = [
     ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128),
-    ("int4p", 32), ("int4p", 64), ("int4p", 128),
+    ("int4p", 32), ("int4p", 64), ("int4p", 128), ("int8", 32), ("int8", 64), ("int8", 128),
+    ("int4z", 32), ("int4z", 64), ("int4z", 128), ("mxfp4", 32),
 ]  # fmt: skip
 BLOCK = 256  # columns that share a scale
 
@@ -76,7 +77,10 @@ def test_rows_with_inf_nan_zero_and_tiny_values(lab):
     lab.close(y[4:], as_int8_rows(x[4:]) @ dense.T)
 
 
-@pytest.mark.parametrize(("fmt", "group"), [("int8", 0), ("int4", 32), ("int4p", 64)])
+@pytest.mark.parametrize(
+    ("fmt", "group"),
+    [("int8", 0), ("int4", 32), ("int4p", 64), ("int8", 32), ("int4z", 128), ("mxfp4", 32)],
+)
 @pytest.mark.parametrize("T", [1, 8, 9, 70, 700])
 @pytest.mark.parametrize(("E", "K", "D", "inner"), [(5, 2, 250, 300), (9, 4, 96, 40)])
 def test_grouped_mlp(lab, fmt, group, T, E, K, D, inner):
@@ -102,9 +106,12 @@ def test_grouped_mlp(lab, fmt, group, T, E, K, D, inner):
     lab.close(y, want, f32=3e-4)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4p", "bf16"])
-def test_mlp_bits_do_not_depend_on_threads_or_batch(tools, fmt):
-    E, K, D, inner, group = 6, 2, 96, 300, 64 if fmt == "int4p" else 0
+@pytest.mark.parametrize(
+    ("fmt", "group"),
+    [("int8", 0), ("int4p", 64), ("bf16", 0), ("int8", 128), ("int4z", 64), ("mxfp4", 32)],
+)
+def test_mlp_bits_do_not_depend_on_threads_or_batch(tools, fmt, group):
+    E, K, D, inner = 6, 2, 96, 300
     results = []
     for isa in tools.ISAS:
         for threads in (1, 2, 3):
@@ -126,26 +133,28 @@ def test_mlp_bits_do_not_depend_on_threads_or_batch(tools, fmt):
         assert torch.equal(y, results[0][: len(y)])
 
 
+@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("fp8", 128)])
 @pytest.mark.parametrize(("T", "K", "N"), [(9, 33, 15), (40, 250, 130), (300, 700, 72)])
-def test_bf16_rows(isa, tools, T, K, N):
+def test_bf16_rows(isa, tools, fmt, group, T, K, N):
     """Tile registers sum pairs of products in f32: a bound, not bits, is the test."""
     lab = tools.Lab(isa, torch.bfloat16)
     x = lab.strided(T, K)
-    y, dense = linear(lab, x, "bf16", lab.randn(N, K), 0, "bf16")
+    y, dense = linear(lab, x, fmt, lab.randn(N, K), group, "bf16")
     lab.close(y, x.double() @ dense.T)
 
 
+@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("fp8", 128)])
 @pytest.mark.parametrize("T", [9, 70])
-def test_bf16_experts(isa, tools, T):
+def test_bf16_experts(isa, tools, fmt, group, T):
     lab = tools.Lab(isa, torch.bfloat16)
     E, K, D, inner = 4, 2, 96, 300
     x, y = lab.strided(T, D), lab.out(T, D)
     ids = torch.randint(0, E, (T, K), generator=lab.gen).int()
     wts = torch.rand(T, K, generator=lab.gen)
     w13, d13 = lab.weight(
-        "bf16", lab.randn(E, 2 * inner, D, scale=D**-0.5), gate_up=True, activations="bf16"
+        fmt, lab.randn(E, 2 * inner, D, scale=D**-0.5), group, gate_up=True, activations="bf16"
     )
-    w2, d2 = lab.weight("bf16", lab.randn(E, D, inner), activations="bf16")
+    w2, d2 = lab.weight(fmt, lab.randn(E, D, inner), group, activations="bf16")
     ops = [lab.tok(x), lab.tok(ids), lab.tok(wts), w13, w2, None, None, lab.tok(y)]
     lab.run("cpu.grouped_mlp", ops, {"act": "silu"}, T=T)
     want = torch.zeros(T, D, dtype=torch.float64)
@@ -163,6 +172,8 @@ def test_activations_must_fit_the_format(tools):
     for fmt, group, activations, expected in [
         ("bf16", 0, "int8", "go with integer weights"),
         ("int8", 0, "bf16", "go with bf16 weights"),
+        ("f16", 0, "int8", "go with integer weights"),
+        ("fp8", 128, "int8", "go with integer weights"),
         ("int4p", 64, "f32", "takes activations int8 only"),
         ("int8", 0, "int3", "unknown activations"),
     ]:

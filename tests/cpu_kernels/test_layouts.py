@@ -11,7 +11,8 @@ from ktgraph.cpu_kernels import reference_layouts as ref
 
 FORMATS = [
     ("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128),
-    ("int4p", 32), ("int4p", 64), ("int4p", 128),
+    ("int4p", 32), ("int4p", 64), ("int4p", 128), ("f16", 0), ("fp8", 128), ("int8", 32),
+    ("int8", 64), ("int8", 128), ("int4z", 32), ("int4z", 64), ("int4z", 128), ("mxfp4", 32),
 ]  # fmt: skip
 GOLDEN = Path(__file__).with_name("golden_layouts.json")
 
@@ -45,6 +46,8 @@ def test_odd_values_equal_the_specification(tools, isa, fmt, group):
     w = np.zeros((17, 130), np.float32)
     w[0], w[1], w[2], w[3, 5], w[4, 129] = tiny, huge, -huge, 1.0, -1.0
     w[5], w[6], w[7, :2] = np.tile([1, -1], 65), np.arange(130), (7.5, -7.5)  # ties
+    if fmt == "f16":
+        w = w.clip(-65504, 65504)
     with np.errstate(all="ignore"):
         want = ref.from_float(fmt, w, group)
     np.testing.assert_array_equal(pack(tools.native, fmt, w, group, isa=isa), want)
@@ -55,10 +58,15 @@ def golden_matrix():
 
 
 @pytest.mark.parametrize(
-    ("fmt", "group"), [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4p", 32)]
-)
+    ("fmt", "group"),
+    [
+        ("f32", 0), ("bf16", 0), ("f16", 0), ("fp8", 128), ("int8", 0), ("int8", 32), ("int4", 32),
+        ("int4p", 32), ("int4z", 32), ("mxfp4", 32),
+    ],
+)  # fmt: skip
 def test_golden_bytes(tools, fmt, group):
-    golden = json.loads(GOLDEN.read_text())[fmt]
+    every = json.loads(GOLDEN.read_text())
+    golden = every["int8(group=32)" if (fmt, group) == ("int8", 32) else fmt]
     assert ref.from_float(fmt, golden_matrix(), group).tobytes().hex() == golden
     assert pack(tools.native, fmt, golden_matrix(), group).tobytes().hex() == golden
 
@@ -107,6 +115,15 @@ def test_errors(tools):
         native.pack_into(dst, 0, "int8", 16, 33, 0, 1, False, w)
     with pytest.raises(ValueError, match="index 2"):
         native.pack_into(dst, 2, "int8", 16, 32, 0, 1, False, w)
+    with pytest.raises(ValueError, match="mxfp4 needs group 32"):
+        native.packed_nbytes("mxfp4", 16, 32, 64)
+    with pytest.raises(ValueError, match="fp8 needs group 128"):
+        native.packed_nbytes("fp8", 16, 32)
+    with pytest.raises(ValueError, match="have no groups"):
+        native.packed_nbytes("f16", 16, 32, 32)
+    w[2, 1] = 65520.0
+    with pytest.raises(ValueError, match="row 2 holds inf or NaN, or more than f16's 65504"):
+        native.pack_into(dst, 0, "f16", 16, 32, 0, 1, False, w)
     w[3, 4] = np.inf
     with pytest.raises(ValueError, match="row 3 holds inf or NaN"):
         native.pack_into(dst, 0, "int8", 16, 32, 0, 1, False, w)

@@ -1,9 +1,16 @@
 """cpu.linear and cpu.batched_linear: odd sizes, every format, equal bits however divided."""
 
+import numpy as np
 import pytest
 import torch
 
-FORMATS = [("f32", 0), ("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+from ktgraph.cpu_kernels import reference_layouts
+
+FORMATS = [
+    ("f32", 0), ("bf16", 0), ("f16", 0), ("fp8", 128), ("int8", 0), ("int8", 32), ("int8", 128),
+    ("int4", 32), ("int4", 64), ("int4", 128), ("int4z", 32), ("int4z", 64), ("int4z", 128),
+    ("mxfp4", 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fmt", "group"), FORMATS)
@@ -49,3 +56,44 @@ def test_bits_do_not_depend_on_rows_threads_or_isa(tools, fmt, group):
                 results.append(y)
     for y in results:
         assert torch.equal(y, results[0][: len(y)])
+
+
+GROUPS = {"fp8": 128, "int8": 64, "int4z": 32, "mxfp4": 32}
+
+
+def every_code(lab, native, fmt):
+    """A packed weight that holds every code of a format, and its values."""
+    if fmt == "f16":
+        halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+        finite = halves[np.isfinite(halves)].astype(np.float32).reshape(16, -1)
+        return lab.weight("f16", torch.from_numpy(finite))
+    rows, cols, group = 17, 256, GROUPS[fmt]
+    codes = (np.arange(256) % (16 if fmt in ("int4z", "mxfp4") else 256)).astype(np.uint8)
+    if fmt == "fp8":
+        codes[[0x7F, 0xFF]] = 0  # NaN
+    q = np.stack([np.roll(codes, r) for r in range(rows)])
+    q = q.view(np.int8) if fmt == "int8" else q
+    scales = np.full((rows, cols // group), 0.25, np.float32)
+    zeros = np.arange(rows, dtype=np.uint8)[:, None].repeat(cols // group, axis=1)
+    data = native.empty_packed(native.packed_nbytes(fmt, rows, cols, group))
+    at = data.ctypes.data
+    native.pack_ints_into(
+        at, 0, fmt, rows, cols, group, 1, False, q, scales, zeros if fmt == "int4z" else None
+    )
+    lab.keep.append(data)
+    values = torch.from_numpy(reference_layouts.to_float(fmt, data, rows, cols, group))
+    return native.Weight(fmt, rows, cols, 1, group, False, at, data.nbytes), values.double()
+
+
+@pytest.mark.parametrize("fmt", ["f16", "fp8", "int8", "int4z", "mxfp4"])
+def test_every_code_is_decoded_exactly(tools, isa, fmt):
+    """Rows of the unit matrix bring the values out, in registers (12 rows) and through a panel."""
+    lab = tools.Lab(isa, torch.float32)
+    weight, values = every_code(lab, tools.native, fmt)
+    x = torch.eye(values.shape[1])
+    for rows in (12, 500):
+        parts = []
+        for part in x.split(rows):
+            parts.append(lab.out(len(part), len(values)))
+            lab.run("cpu.linear", [lab.tok(part), weight, None, lab.tok(parts[-1])], T=len(part))
+        assert torch.equal(torch.cat(parts).double().T, values)

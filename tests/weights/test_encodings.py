@@ -24,11 +24,15 @@ from ktgraph.weights.encodings import (
     to_float,
 )
 
-PLAIN = ["f32", "bf16", "f16", "int8", "int4(group=32)", "int4(group=64)", "int4(group=128)"]
+PLAIN = ["f32", "bf16", "f16", "fp8", "int8", "int8(group=32)", "int8(group=128)",
+         "int4(group=32)", "int4(group=64)", "int4(group=128)", "int4z(group=32)",
+         "int4z(group=128)", "mxfp4"]  # fmt: skip
 TILES = ["tile.f32", "tile.bf16", "tile.int8", "tile.int4(group=32)", "tile.int4(group=64)",
-         "tile.int8(gate_up=yes)", "tile.int4(group=32, gate_up=yes)"]  # fmt: skip
-# NMSE on normal values
-BOUND = {"f32": 0.0, "bf16": 2**-16, "f16": 2**-22, "int8": 1e-4, "int4": 2e-2}
+         "tile.int8(gate_up=yes)", "tile.int4(group=32, gate_up=yes)", "tile.f16", "tile.fp8",
+         "tile.int8(group=64)", "tile.int4z(group=64)", "tile.mxfp4(gate_up=yes)"]  # fmt: skip
+# NMSE on normal values; mxfp4 makes 6 of a lone value just under 8
+BOUND = {"f32": 0.0, "bf16": 2**-16, "f16": 2**-22, "int8": 1e-4, "int4": 2e-2,
+         "int4z": 3e-2, "mxfp4": 2**-4, "fp8": 2e-3}  # fmt: skip
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 150))
 
@@ -57,7 +61,11 @@ def test_zeros_and_single_columns_survive(text: str) -> None:
     assert torch.allclose(round_trip(one, encoding), one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("text", ["int8", "int4(group=32)", "int4(group=64)", "bf16", "f32"])
+@pytest.mark.parametrize(
+    "text",
+    ["int8", "int8(group=32)", "int4(group=32)", "int4(group=64)", "int4z(group=64)", "mxfp4",
+     "fp8", "bf16", "f16", "f32"],
+)  # fmt: skip
 def test_tiles_hold_the_numbers_of_the_plain_form(text: str) -> None:
     x = values((2, 40, 70))
     plain, tiled = parse_encoding(text), parse_encoding(f"tile.{text}")
@@ -109,7 +117,8 @@ def test_nbytes_of_a_type_follows_its_encoding() -> None:
     [
         ("int5", "unknown encoding int5 .did you mean int8, int4"),
         ("int4(group=48)", "group must be one of 32, 64, 128"),
-        ("int8(group=32)", "unknown parameter group .known: none"),
+        ("int8(group=48)", "group must be one of 0, 32, 64, 128"),
+        ("bf16(group=32)", "unknown parameter group .known: none"),
     ],
 )
 def test_wrong_encodings_are_explained(text: str, message: str) -> None:

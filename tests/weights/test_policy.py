@@ -70,6 +70,7 @@ def test_a_budget_is_for_what_no_pattern_takes() -> None:
         ("(=int8", "closes nothing|not closed"),
         ("[=int8", "not closed|is no pattern"),
         ("*proj=int8", "is no pattern"),
+        ("int8(group=16)", "group must be one of 0, 32, 64, 128"),
         ("bf16", "bf16 is no quantized encoding; write one of int4"),
         ("tile.int8", "tile.int8 is no quantized encoding"),
         ("budget=2", "an NMSE between 0 and 1, got '2'"),
