@@ -36,6 +36,7 @@ __all__ = [
     "pack_into",
     "packed_nbytes",
     "quantize",
+    "repack_into",
     "self_check",
     "topology",
     "unpack",

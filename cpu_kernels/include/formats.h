@@ -5,7 +5,19 @@
 
 namespace ktg {
 
-enum Format : int { FMT_F32 = 0, FMT_BF16, FMT_INT8, FMT_INT4, FMT_INT4P };
+enum Format : int {
+  FMT_F32 = 0,
+  FMT_BF16,
+  FMT_INT8,
+  FMT_INT4,
+  FMT_INT4P,
+  FMT_Q4_0,  // from here on: blocks of a GGUF file (repack.h)
+  FMT_Q8_0,
+  FMT_Q4_K,
+  FMT_Q5_K,
+  FMT_Q6_K,
+  FMT_IQ4_XS,
+};
 
 // As what a kernel takes the rows it multiplies with a weight. int8: one scale per row and
 // kActBlock columns. bf16: on tile hardware and for many rows; f32 otherwise.
@@ -23,7 +35,8 @@ struct WeightArg {
   int activations;
   long rows, cols, count, group;
   long tiles;         // per matrix, padding included
-  long step;          // columns per block
+  long step;          // columns per block; of GGUF formats: per record of `lines` blocks
+  long lines;         // 1, or blocks of a record
   long kpad;          // cols rounded up to whole tile operands
   long groups;        // scale groups per row
   long tile_bytes;    // data bytes of one tile
@@ -36,6 +49,7 @@ struct WeightArg {
 const char* describe_weight(const char* format, long rows, long cols, long count, long group,
                             bool gate_up, WeightArg* out);
 const char* format_name(int format);
+bool from_gguf(int format);
 // nullptr, or why these rows cannot meet this format.
 const char* set_activations(const char* name, WeightArg* w);
 
