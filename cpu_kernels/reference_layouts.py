@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import gguf
 import numpy as np
 
 TILE_ROWS = 16
@@ -336,6 +335,8 @@ def to_float(
 ) -> np.ndarray:
     """Bytes of one packed matrix -> f32 [rows, cols]; of GGUF formats as the gguf package says."""
     if format in FILE_BLOCKS:
+        import gguf  # here: it takes a while, and every use of Layout comes by
+
         blocks = to_blocks(format, data, rows, cols, gate_up)
         return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format.upper()])
     lay = Layout(format, rows, cols, group, gate_up)

@@ -66,7 +66,8 @@ def blocks_for(format: str, like: torch.Tensor) -> np.ndarray:
     """Blocks that depend on nothing but a matrix [rows, cols], of about its size."""
     dense = like.float().contiguous().numpy()
     rng = np.random.default_rng(zlib.crc32(dense.tobytes()))
-    return random_blocks(format, *dense.shape, rng, float(dense.std()) or 1.0)
+    rows, cols = dense.shape
+    return random_blocks(format, rows, cols, rng, float(dense.std()) or 1.0)
 
 
 def extreme_blocks(format: str, rows: int, cols: int) -> np.ndarray:
