@@ -152,7 +152,13 @@ KTG_IN I lookup_bytes(const int8_t* table, I v) {  // every byte 0..15
   const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), v);
 }
-KTG_IN I dot_pairs(I acc, I a, I b) { return iadd(acc, _mm512_madd_epi16(a, b)); }
+KTG_IN I dot_pairs(I acc, I a, I b) {  // two products of 16 bits in a lane
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  return iadd(acc, _mm512_madd_epi16(a, b));
+#endif
+}
 
 #ifdef __AVX512VNNI__
 // vpdpbusd multiplies unsigned by signed: signed weights go in as w + 128, and a dot starts at
