@@ -11,11 +11,12 @@ namespace {
 constexpr long kMaxRecord = 53 * 4;  // bytes of one row in the longest record
 
 // The part of a record that one row has: its words in order. A record of 32-column formats holds
-// two blocks, with both scales in the first word; a superblock is a record as it is.
+// two blocks, with both scales in the first word; a superblock is a record as it is. What is
+// missing (padding) is zero: so are its scales, and its values.
 void gather(const FileBlock& b, const uint8_t* blocks, long count, uint8_t* words) {
   std::memset(words, 0, kMaxRecord);
   if (b.columns != 32) {
-    std::memcpy(words, blocks, b.bytes);
+    if (count) std::memcpy(words, blocks, b.bytes);
     return;
   }
   for (long i = 0; i < count; ++i) {
@@ -73,21 +74,21 @@ void check(const WeightArg& w, long index, const FileBlock& b, const FileRows& s
 void repack_matrix(const WeightArg& w, char* stack, long index, const FileRows& src) {
   const FileBlock& b = file_block(w.format);
   check(w, index, b, src);
-  char* dst = stack + index * w.stride;
-  std::memset(dst, 0, w.stride);  // padding means 0: its scales are
+  char* out = stack + index * w.stride;
+  std::memset(out + w.scale_offset, 0, w.stride - w.scale_offset);
   const long per_record = w.step / b.columns, blocks = w.cols / b.columns;
   for (long tile = 0; tile < w.tiles; ++tile)
-    for (long lane = 0; lane < kTileRows; ++lane) {
-      const long row = row_at(w, tile, lane);
-      if (row < 0) continue;
-      char* out = dst + tile * w.tile_bytes + 4 * lane;
-      for (long i = 0; i < blocks; i += per_record) {
-        uint8_t words[kMaxRecord];
-        const long here = blocks - i < per_record ? blocks - i : per_record;
-        gather(b, src.data + row * src.row_bytes + i * b.bytes, here, words);
-        for (long line = 0; line < w.lines; ++line, out += kBlockBytes)
-          std::memcpy(out, words + 4 * line, 4);
+    for (long i = 0; i < blocks; i += per_record) {
+      uint8_t words[kTileRows][kMaxRecord];
+      const long here = blocks - i < per_record ? blocks - i : per_record;
+      for (long lane = 0; lane < kTileRows; ++lane) {
+        const long row = row_at(w, tile, lane);
+        const uint8_t* at = src.data + (row < 0 ? 0 : row) * src.row_bytes + i * b.bytes;
+        gather(b, at, row < 0 ? 0 : here, words[lane]);
       }
+      for (long line = 0; line < w.lines; ++line, out += kBlockBytes)
+        for (long lane = 0; lane < kTileRows; ++lane)
+          std::memcpy(out + 4 * lane, words[lane] + 4 * line, 4);
     }
 }
 
