@@ -37,6 +37,7 @@ __all__ = [
     "pack_ints_into",
     "packed_nbytes",
     "quantize",
+    "repack_into",
     "self_check",
     "topology",
     "unpack",

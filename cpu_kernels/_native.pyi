@@ -215,6 +215,17 @@ def pack_ints_into(
     scales: Any,
     zeros: Any = None,
 ) -> None: ...
+def repack_into(
+    dst: int,
+    index: int,
+    format: str,
+    rows: int,
+    cols: int,
+    group: int,
+    count: int,
+    gate_up: bool,
+    blocks: NDArray[uint8],
+) -> None: ...
 def quantize(format: str, group: int, src: Any) -> tuple[NDArray[Any], NDArray[Any]]: ...
 def unpack(
     src: int,

@@ -20,6 +20,7 @@
 #include "numa.h"
 #include "pack.h"
 #include "program.h"
+#include "repack.h"
 #include "service.h"
 #include "topology.h"
 
@@ -359,6 +360,16 @@ void pack_ints_into(uintptr_t dst, long index, const std::string& format, long r
   pack_ints(w, reinterpret_cast<char*>(dst), index, given);
 }
 
+using Blocks = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void repack_into(uintptr_t dst, long index, const std::string& format, long rows, long cols,
+                 long group, long count, bool gate_up, const Blocks& blocks) {
+  const WeightArg w = describe(format, rows, cols, count, group, gate_up);
+  nb::gil_scoped_release release;
+  repack_matrix(w, reinterpret_cast<char*>(dst), index,
+                {blocks.data(), long(blocks.shape(0)), long(blocks.shape(1))});
+}
+
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(size_t rows, size_t cols, T** data) {
   *data = new T[rows * cols];
@@ -583,6 +594,9 @@ NB_MODULE(_native, m) {
   m.def("pack_ints_into", &pack_ints_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a,
         "group"_a, "count"_a, "gate_up"_a, "q"_a, "scales"_a, "zeros"_a = nb::none(),
         "Packs matrix `index` from integers and scales as they are; releases the GIL.");
+  m.def("repack_into", &repack_into, "dst"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
+        "count"_a, "gate_up"_a, "blocks"_a,
+        "Packs matrix `index` from a GGUF tensor's bytes [rows, bytes of a row], bit by bit.");
   m.def("quantize", &quantize, "format"_a, "group"_a, "src"_a,
         "Integers and f32 scales of a matrix.");
   m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0,

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "repack.h"
+
 namespace ktg {
 
 namespace {
@@ -86,6 +88,9 @@ uint16_t f16_bits(float v) {
 
 void pack_matrix(const IsaTable& isa, const WeightArg& w, char* stack, long index,
                  const Source& src) {
+  if (from_gguf(w.format))
+    throw std::invalid_argument("pack: " + std::string(format_name(w.format)) +
+                                " comes from a GGUF file; use repack_into");
   const auto pair = [](long a, long b) {
     return "[" + std::to_string(a) + ", " + std::to_string(b) + "]";
   };
@@ -116,6 +121,7 @@ void read_quantized(const WeightArg& w, const char* stack, long index, int8_t* q
 }
 
 void unpack_matrix(const WeightArg& w, const char* stack, long index, float* dst) {
+  if (from_gguf(w.format)) return unpack_blocks(w, stack, index, dst);
   const char* matrix = stack + index * w.stride;
   for (long r = 0; r < w.rows; ++r) {
     const Place p = place_of(w, r);

@@ -24,6 +24,11 @@ GROUPS = {  # columns that may share a scale; others have 0
     "int4z": (32, 64, 128), "mxfp4": (32,),
 }  # fmt: skip
 E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+# GGUF formats: columns and bytes of a block of the file; columns and 64-byte lines of a record
+FILE_BLOCKS = {"q4_0": (32, 18), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176),
+               "q6_k": (256, 210), "iq4_xs": (256, 136)}  # fmt: skip
+RECORDS = {"q4_0": (64, 9), "q8_0": (64, 17), "q4_k": (256, 36), "q5_k": (256, 44),
+           "q6_k": (256, 53), "iq4_xs": (256, 34)}  # fmt: skip
 # Candidates for an int4 scale: the group's largest element divided by each of these.
 DIVISORS = (-8, -7.5, -8.5, -7, -9, -6.5, -9.5, -10, 7, 7.5, 6.5, 8, 6, 8.5, 9, 9.5)
 
@@ -56,8 +61,12 @@ class Layout:
     gate_up: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in STEP:
-            raise ValueError(f"unknown format {self.format!r}; one of {', '.join(STEP)}")
+        if self.format not in (*STEP, *RECORDS):
+            names = ", ".join((*STEP, *RECORDS))
+            raise ValueError(f"unknown format {self.format!r}; one of {names}")
+        if self.cols % FILE_BLOCKS.get(self.format, (1,))[0]:
+            whole = FILE_BLOCKS[self.format][0]
+            raise ValueError(f"{self.format} needs columns in whole blocks of {whole}")
         allowed = GROUPS.get(self.format, (0,))
         if self.group not in allowed:
             choices = ", ".join(map(str, allowed))
@@ -71,7 +80,8 @@ class Layout:
 
     @property
     def kpad(self) -> int:
-        return _up(self.cols, PAD[self.format])
+        pad = PAD[self.format] if self.format in PAD else RECORDS[self.format][0]
+        return _up(self.cols, pad)
 
     @property
     def groups(self) -> int:
@@ -79,7 +89,8 @@ class Layout:
 
     @property
     def data_nbytes(self) -> int:
-        return self.tiles * self.kpad // STEP[self.format] * 64
+        columns, lines = RECORDS.get(self.format) or (STEP[self.format], 1)
+        return self.tiles * self.kpad // columns * lines * 64
 
     @property
     def scale_nbytes(self) -> int:
@@ -296,7 +307,7 @@ def _by_group(values: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def from_float(format: str, w: np.ndarray, group: int = 0, gate_up: bool = False) -> np.ndarray:
-    """Packs one f32 matrix; returns its bytes (uint8, `stride` long)."""
+    """Packs one f32 matrix; returns its bytes (uint8, `stride` long).  GGUF: from_blocks."""
     w = np.asarray(w, np.float32)
     rows, cols = w.shape
     lay = Layout(format, rows, cols, group, gate_up)
@@ -394,6 +405,57 @@ def from_ints(
     return _join(_blocks(full, 4), _by_group(s, lay) if group else s, lay)
 
 
+def _words(format: str, blocks: np.ndarray, lay: Layout) -> np.ndarray:
+    """GGUF blocks [rows, bytes] -> u32 [rows, records, lines]: each record's words of a row."""
+    _, size = FILE_BLOCKS[format]
+    columns, lines = RECORDS[format]
+    records = lay.kpad // columns
+    each = blocks.reshape(lay.rows, -1, size)
+    if columns == 256:  # a record is a block, to whole words
+        padded = np.pad(each, ((0, 0), (0, 0), (0, 4 * lines - size)))
+    else:  # two blocks: their scales, then their quants
+        even = np.pad(each, ((0, 0), (0, 2 * records - each.shape[1]), (0, 0)))
+        pairs = even.reshape(lay.rows, records, 2, size)
+        halves = [pairs[..., :2], pairs[..., 2:]]
+        padded = np.concatenate([h.reshape(lay.rows, records, -1) for h in halves], axis=-1)
+    return np.ascontiguousarray(padded).view("<u4")
+
+
+def from_blocks(format: str, blocks: np.ndarray, gate_up: bool = False) -> np.ndarray:
+    """Packs a GGUF tensor's bytes [rows, bytes of a row]; returns uint8, `stride` long."""
+    columns, size = FILE_BLOCKS[format]
+    lay = Layout(format, len(blocks), blocks.shape[1] // size * columns, 0, gate_up)
+    words, order = _words(format, blocks, lay), lay.row_order()
+    rows = np.zeros((len(order), *words.shape[1:]), np.uint32)
+    rows[order >= 0] = words[order[order >= 0]]
+    tiles = rows.reshape(lay.tiles, TILE_ROWS, *words.shape[1:]).transpose(0, 2, 3, 1)
+    out = np.zeros(lay.stride, np.uint8)
+    out[: lay.data_nbytes] = np.ascontiguousarray(tiles).view(np.uint8).reshape(-1)
+    return out
+
+
+def to_blocks(
+    format: str, data: np.ndarray, rows: int, cols: int, gate_up: bool = False
+) -> np.ndarray:
+    """Bytes of one packed matrix -> the GGUF tensor's bytes [rows, bytes of a row]."""
+    lay = Layout(format, rows, cols, 0, gate_up)
+    columns, size = FILE_BLOCKS[format]
+    lines, order = RECORDS[format][1], lay.row_order()
+    tiles = np.ascontiguousarray(data[: lay.data_nbytes]).view("<u4")
+    words = tiles.reshape(lay.tiles, -1, lines, TILE_ROWS).transpose(0, 3, 1, 2)
+    words = words.reshape(len(order), -1, lines)
+    kept = np.zeros((rows, *words.shape[1:]), np.uint32)
+    kept[order[order >= 0]] = words[order >= 0]
+    stored = kept.view(np.uint8)
+    if columns == 32:
+        shape = (rows, stored.shape[1], 2, -1)
+        stored = np.concatenate(
+            [stored[..., :4].reshape(shape), stored[..., 4:].reshape(shape)], axis=-1
+        )
+    blocks = stored[..., :size].reshape(rows, -1)
+    return np.ascontiguousarray(blocks[:, : cols // columns * size])
+
+
 def _rows_of_groups(stored: np.ndarray, lay: Layout) -> np.ndarray:
     """[tiles, groups, 16] -> [rows, groups] in packed row order."""
     by_tile = stored.reshape(lay.tiles, lay.groups, TILE_ROWS).transpose(0, 2, 1)
@@ -421,7 +483,12 @@ def int4p_parts(
 def to_float(
     format: str, data: np.ndarray, rows: int, cols: int, group: int = 0, gate_up: bool = False
 ) -> np.ndarray:
-    """Bytes of one packed matrix -> f32 [rows, cols]."""
+    """Bytes of one packed matrix -> f32 [rows, cols]; of GGUF formats as the gguf package says."""
+    if format in FILE_BLOCKS:
+        import gguf  # here: it takes a while, and every use of Layout comes by
+
+        blocks = to_blocks(format, data, rows, cols, gate_up)
+        return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format.upper()])
     lay = Layout(format, rows, cols, group, gate_up)
     raw = np.ascontiguousarray(data[: lay.data_nbytes])
     scale_bytes = np.ascontiguousarray(data[lay.data_nbytes : lay.data_nbytes + lay.scale_nbytes])

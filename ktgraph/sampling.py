@@ -70,7 +70,8 @@ class Sampler:
     def choose(self, logits: Tensor) -> int:
         """The next token, given f32[VOC]; it counts as seen from then on."""
         scores = penalize(logits, self._seen, self.sampling.repetition_penalty)
-        token = int(scores.argmax()) if self.sampling.is_greedy else self._draw(scores)
+        # numpy: torch's argmax of a large vocabulary wakes OpenMP threads that spin for a while
+        token = int(scores.numpy().argmax()) if self.sampling.is_greedy else self._draw(scores)
         self._seen[token] = True
         return token
 

@@ -1,13 +1,15 @@
 """pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
 
 Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
-bf16, int4 and mxfp4 keep their groups.  Gate and up rows of one MLP alternate by tile.  Tables,
-norms and router gates stay dense, and so does whatever runs on another device.
+bf16, int4 and mxfp4 keep their groups, GGUF blocks keep their bits.  Gate and up rows of one MLP
+alternate by tile.  Tables, norms and router gates stay dense, and so does whatever runs on another
+device.
 
 The encoding also says in which form a kernel takes the rows that it multiplies: `rows=int8` for
 integer weights (dot products run on integer units, with one scale per row and 256 columns),
 `rows=bf16` for bf16 weights where the op computes in bf16, else f32.  The compile option
-activations="f32" keeps rows as they are, except for int4p, which has no such kernel.
+activations="f32" keeps rows as they are, except for int4p and GGUF blocks, which have no such
+kernel.
 
 Before:  %q = nn.linear %h, @q_proj.q                         @q_proj.q : f32[H*A, D]<int8>
 After:   %q = nn.linear %h, @q_proj.q.p : f32[T, H*A] via cpu.linear_int8
@@ -23,7 +25,7 @@ from ktgraph.ir.graph import Module, Op, WeightRef
 from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.rewrite import derived_weight, reference
-from ktgraph.weights.encodings import Tile, nbytes
+from ktgraph.weights.encodings import GGUF_FORMATS, INT8_ROWS_ONLY, Tile, nbytes
 
 _RULE = "pack-weights"
 
@@ -35,8 +37,11 @@ _PACKED: dict[str, dict[int, bool]] = {
     "moe.grouped_mlp": {3: True, 4: False},
     "mla.attend_expanded": {4: False},
 }
-_FORMATS = ("f32", "f16", "bf16", "fp8", "int8", "int4", "int4p", "int4z", "mxfp4")
-_INTEGERS = ("int8", "int4", "int4p", "int4z", "mxfp4")
+_FORMATS = {  # what a weight is stored as -> the tile format of the same values
+    **{f: f for f in ("f32", "f16", "bf16", "fp8", "int8", "int4", "int4p", "int4z", "mxfp4")},
+    **{f"gguf.{format}": format for format in GGUF_FORMATS},
+}
+_INTEGERS = ("int8", "int4", "int4z", "mxfp4", *INT8_ROWS_ONLY)  # tile formats
 _ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
 
 
@@ -79,8 +84,8 @@ def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool
         if Tile.of(type.encoding) is None:
             ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
         return set()
-    if tile.format == "int4p" and op.name not in _ANY_ROWS:
-        ctx.refused(_RULE, op, f"{ref} is int4p, which this op's kernel does not take")
+    if tile.format in INT8_ROWS_ONLY and op.name not in _ANY_ROWS:
+        ctx.refused(_RULE, op, f"{ref} is {tile.format}, which this op's kernel does not take")
         return set()
     leaf = ref.name.rpartition(".")[2] + ".p"
     attrs = {"encoding": str(tile.encoding)}
@@ -117,8 +122,8 @@ def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
 
 def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
     if op.name not in _ANY_ROWS or exact_rows:
-        return "int8" if stored.name == "int4p" else "f32"
-    if stored.name in _INTEGERS:
+        return "int8" if _FORMATS.get(stored.name) in INT8_ROWS_ONLY else "f32"
+    if _FORMATS.get(stored.name) in _INTEGERS:
         return "int8"
     in_bf16 = stored.name in ("bf16", "fp8") and op.results[0].tensor.dtype == "bf16"
     return "bf16" if in_bf16 else "f32"

@@ -16,6 +16,12 @@ enum Format : int {
   FMT_MXFP4,
   FMT_F16,
   FMT_FP8,
+  FMT_Q4_0,  // from here on: blocks of a GGUF file (repack.h)
+  FMT_Q8_0,
+  FMT_Q4_K,
+  FMT_Q5_K,
+  FMT_Q6_K,
+  FMT_IQ4_XS,
 };
 
 // As what a kernel takes the rows it multiplies with a weight. int8: one scale per row and
@@ -34,7 +40,8 @@ struct WeightArg {
   int activations;
   long rows, cols, count, group;
   long tiles;         // per matrix, padding included
-  long step;          // columns per block
+  long step;          // columns per block; of GGUF formats: per record of `lines` blocks
+  long lines;         // 1, or blocks of a record
   long kpad;          // cols rounded up to whole tile operands
   long groups;        // scale groups per row
   long tile_bytes;    // data bytes of one tile
@@ -49,6 +56,7 @@ const char* describe_weight(const char* format, long rows, long cols, long count
                             bool gate_up, WeightArg* out);
 const char* format_name(int format);
 bool has_integers(int format);  // takes rows of 8-bit integers
+bool from_gguf(int format);
 // nullptr, or why these rows cannot meet this format.
 const char* set_activations(const char* name, WeightArg* w);
 

@@ -26,6 +26,16 @@
 #include "kernels/int_format_int8_group.h"
 #include "kernels/int_format_mxfp4.h"
 
+#include "kernels/int_format_gguf.h"
+
+#include "kernels/int_format_q4_k.h"
+
+#include "kernels/int_format_iq4_xs.h"
+#include "kernels/int_format_q4_0.h"
+#include "kernels/int_format_q5_k.h"
+#include "kernels/int_format_q6_k.h"
+#include "kernels/int_format_q8_0.h"
+
 #include "kernels/int_panel.h"
 
 #include "kernels/int_tiles.h"

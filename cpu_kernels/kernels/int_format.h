@@ -5,7 +5,7 @@
 //   unpack          the same block as signed bytes, 64 per four columns: a panel (kPacked: the
 //   packed
 //                   bytes are one)
-//   kScaling, block_scale, block_offset   see Scaling
+//   kScaling, block_scale, block_offset   see Scaling; with minima also minima(t, n, k0, pairs)
 //   kRowScale, row_scale                  the float scale of a row, applied at the end
 // The integers are exact, and floats are added block by block: every path gives the same bits.
 #pragma once
@@ -19,7 +19,31 @@ enum Scaling : int {
   ROW_SCALED,    // C += sum * s; the row's scale comes at the end
   BLOCK_SCALED,  // C += sum * scale * s
   BLOCK_OFFSET,  // C += sum * scale * s + offset * (s * sum of x): a value is q * scale + offset
+  // K-quants. Integers times sub-scales exceed a byte: a panel is two, sum = high * 2^shift + low
+  // (kShift). With minima m_j of 32 columns: C += (sum * scale - offset * sum of m_j x_j) * s.
+  SPLIT_SCALED,
+  SPLIT_MINIMA,
 };
+constexpr bool is_split(int scaling) { return scaling >= SPLIT_SCALED; }
+constexpr bool has_offset(int scaling) {
+  return scaling == BLOCK_OFFSET || scaling == SPLIT_MINIMA;
+}
+constexpr int kMinimumPairs = 4;  // 8 minima of a block, two of 16 bits in a lane
+
+// The offset that add_block takes, given a row's sums in pairs (sum_pairs).
+template <int SCALING>
+KTG_IN F offset_of(F offset, const I* minima, const int* pairs) {
+  if constexpr (SCALING != SPLIT_MINIMA) return offset;
+  I sum = iset1(0);
+  for (int p = 0; p < kMinimumPairs; ++p) sum = dot_pairs(sum, minima[p], iset1(pairs[p]));
+  return mul(offset, to_float(sum));
+}
+// A row's sums of 32 columns, at most 127 * 32 in magnitude, two of 16 bits in an integer.
+KTG_IN void sum_pairs(const IntRow& x, long k0, int* pairs) {
+  const int* s = x.sum + k0 / kSumColumns;
+  for (int p = 0; p < kMinimumPairs; ++p)
+    pairs[p] = int(unsigned(s[2 * p] & 0xFFFF) | unsigned(s[2 * p + 1]) << 16);
+}
 
 KTG_IN int group_sum(const IntRow& x, long k0, long k1) {
   int s = 0;

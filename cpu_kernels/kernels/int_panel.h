@@ -30,6 +30,11 @@ struct IntPanel {
   const float* offset;   // likewise
   const float* x_scale;  // of every row, this block
   const float* x_sum;    // x_scale times the sum of the row's bytes, for offsets
+  // Of split formats: bytes from a tile's high part to its low one, and what a high integer weighs.
+  long low;
+  int shift;
+  const I* minima;     // [tile][kMinimumPairs]
+  const int* x_pairs;  // of every row: sum_pairs
 };
 
 // What a block adds to 16 outputs of one row.
@@ -37,6 +42,7 @@ template <int SCALING, bool FIRST>
 KTG_IN void add_block(float* c, I total, F scale, F offset, float x_scale, float x_sum) {
   F v = to_float(total);
   if (SCALING != ROW_SCALED) v = mul(v, scale);
+  if (SCALING == SPLIT_MINIMA) v = sub(v, offset);
   v = FIRST ? mul(v, set1(x_scale)) : fma(v, set1(x_scale), load(c));
   if (SCALING == BLOCK_OFFSET) v = fma(offset, set1(x_sum), v);
   store(c, v);

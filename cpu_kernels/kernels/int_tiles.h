@@ -18,6 +18,9 @@ struct Spilled {
   const float *scale, *offset;  // [tile][16]
   const float *x_scale, *x_sum;
   float* c;
+  int shift;  // of split formats: [rows][16 high, 16 low]
+  const I* minima;
+  const int* x_pairs;
 };
 
 // Rows [m0, m1) of it. By value: what the tile instructions clobber need not be read again.
@@ -26,15 +29,20 @@ KTG_IN void add_spilled_rows(const Spilled s, long m0, long m1, long c_row) {
   F scale[TILES], offset[TILES];
   for (int n = 0; n < TILES; ++n) {
     scale[n] = SCALING != ROW_SCALED ? load(s.scale + n * 16) : zero();
-    offset[n] = SCALING == BLOCK_OFFSET ? load(s.offset + n * 16) : zero();
+    offset[n] = has_offset(SCALING) ? load(s.offset + n * 16) : zero();
   }
+  I minima[kMinimumPairs];
+  for (int i = 0; SCALING == SPLIT_MINIMA && i < kMinimumPairs; ++i) minima[i] = s.minima[i];
   const int* sums = s.sums + m0 * 32;
   float* c = s.c + m0 * c_row;
 #pragma GCC unroll 4
   for (long m = m0; m < m1; ++m, sums += 32, c += c_row)
-    for (int n = 0; n < TILES; ++n)
-      add_block<SCALING, FIRST>(c + n * 16, load_ints(sums + n * 16), scale[n], offset[n],
-                                s.x_scale[m], s.x_sum[m]);
+    for (int n = 0; n < TILES; ++n) {
+      I total = load_ints(sums + n * 16);
+      if (is_split(SCALING)) total = iadd(shift_left(total, s.shift), load_ints(sums + 16));
+      const F less = offset_of<SCALING>(offset[n], minima, s.x_pairs + m * kMinimumPairs);
+      add_block<SCALING, FIRST>(c + n * 16, total, scale[n], less, s.x_scale[m], s.x_sum[m]);
+    }
 }
 template <int SCALING, bool FIRST>
 KTG_IN void add_spilled(const Spilled s, long m0, long m1, long c_row) {
@@ -80,11 +88,11 @@ template <int NB, int SCALING, bool FIRST>
 static void int_tile_block(const IntPanel& p, const char* a, long a_stride, long rows, long n0,
                            int* spill, const Spilled& before, long c_row) {
   const char* b = p.data + n0 * p.tile;
-  const long k = p.k1 - p.k0;
+  const long k = p.k1 - p.k0, b_tile = is_split(SCALING) ? p.low : p.tile;
   if (rows > 16)
-    int_tile_dots<2, NB, SCALING, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
+    int_tile_dots<2, NB, SCALING, FIRST>(a, a_stride, b, b_tile, k, spill, before, c_row);
   else
-    int_tile_dots<1, NB, SCALING, FIRST>(a, a_stride, b, p.tile, k, spill, before, c_row);
+    int_tile_dots<1, NB, SCALING, FIRST>(a, a_stride, b, b_tile, k, spill, before, c_row);
 }
 
 template <int SCALING, bool FIRST>
@@ -93,15 +101,25 @@ static void int_panel_tiles_of(const IntPanel& p, const IntRows& x, long r0, lon
   int* spill[2] = {reinterpret_cast<int*>(scratch), reinterpret_cast<int*>(scratch) + 32 * 32};
   Spilled before{};
   int turn = 0;
+  constexpr long step = is_split(SCALING) ? 1 : 2;  // a tile's high and low part are a pair
   for (long m = 0; m < rows; m += 32) {
     const char* a = x.base + x.stride * (r0 + m) + p.k0;
     const long here = lmin(32, rows - m);
-    for (long n = 0; n < tiles; n += 2, turn ^= 1) {
-      const bool pair = tiles - n > 1;
+    for (long n = 0; n < tiles; n += step, turn ^= 1) {
+      const bool pair = is_split(SCALING) || tiles - n > 1;
       pair ? int_tile_block<2, SCALING, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row)
            : int_tile_block<1, SCALING, FIRST>(p, a, x.stride, here, n, spill[turn], before, c_row);
-      before = {spill[turn],       here,          pair ? 2 : 1, p.scale + n * 16,
-                p.offset + n * 16, p.x_scale + m, p.x_sum + m,  c + m * c_row + n * 16};
+      before = {spill[turn],
+                here,
+                pair ? step : 1,
+                p.scale + n * 16,
+                p.offset + n * 16,
+                p.x_scale + m,
+                p.x_sum + m,
+                c + m * c_row + n * 16,
+                p.shift,
+                p.minima + n * kMinimumPairs,
+                p.x_pairs + m * kMinimumPairs};
     }
   }
   add_spilled<SCALING, FIRST>(before, 0, before.rows, c_row);

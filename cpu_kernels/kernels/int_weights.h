@@ -1,7 +1,7 @@
 // Integer weights times 8-bit rows: C[m][16 n + lane] for up to four tiles of one matrix.
 // Few rows: dot products straight from the packed bytes, as they stream from memory. More rows: a
 // block of columns becomes a panel of signed bytes in the first-level cache, over which the vector
-// kernel below or the tile kernel (tiles.h) runs. All add
+// kernel below or the tile kernel (int_tiles.h) runs; a split format's panel has two parts. All add
 //   C = integer sum of a block [* block scale] * scale of the row's block + C
 // block by block, and multiply by the row scale at the end: equal bits on every path and ISA.
 #pragma once
@@ -11,11 +11,12 @@ namespace KTG_ISA {
 namespace {
 
 constexpr long kIntDirectRows = 2 * kIntRows;  // up to here straight from packed bytes
-constexpr size_t kIntPanelBytes = kUnitTiles * kActBlock * 16;
+constexpr size_t kIntPanelBytes = kUnitTiles * kActBlock * 16 * 2;  // split: two parts
 
 template <class Fmt, int M, int N>
 static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long r0, float* c,
                              long c_row) {
+  constexpr int kind = Fmt::kScaling;
   IntRow x[M];
   for (int m = 0; m < M; ++m) x[m] = row_of(rows, r0 + m);
   const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
@@ -23,15 +24,20 @@ static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long 
     const long k1 = lmin(k0 + span, kpad);
     I total[M][N];
     Fmt::template dot<M, N>(t, n0, x, k0, k1, total);
+    int pairs[M][kMinimumPairs];
+    if constexpr (kind == SPLIT_MINIMA)
+      for (int m = 0; m < M; ++m) sum_pairs(x[m], k0, pairs[m]);
     for (int n = 0; n < N; ++n) {
       const F scale = Fmt::block_scale(t, n0 + n, k0), offset = Fmt::block_offset(t, n0 + n, k0);
+      I minima[kMinimumPairs];
+      if constexpr (kind == SPLIT_MINIMA) Fmt::minima(t, n0 + n, k0, minima);
       for (int m = 0; m < M; ++m) {
         float* out = c + m * c_row + (n0 + n) * 16;
+        const F less = offset_of<kind>(offset, minima, pairs[m]);
         const float x_scale = x[m].scale[k0 / kActBlock];
-        const float x_sum =
-            Fmt::kScaling == BLOCK_OFFSET ? x_scale * float(group_sum(x[m], k0, k1)) : 0.0f;
-        k0 == 0 ? add_block<Fmt::kScaling, true>(out, total[m][n], scale, offset, x_scale, x_sum)
-                : add_block<Fmt::kScaling, false>(out, total[m][n], scale, offset, x_scale, x_sum);
+        const float x_sum = kind == BLOCK_OFFSET ? x_scale * float(group_sum(x[m], k0, k1)) : 0.0f;
+        k0 == 0 ? add_block<kind, true>(out, total[m][n], scale, less, x_scale, x_sum)
+                : add_block<kind, false>(out, total[m][n], scale, less, x_scale, x_sum);
       }
     }
   }
@@ -70,22 +76,13 @@ static void int_direct(const Tiles& t, const IntRows& x, long r0, long rows, flo
   }
 }
 
-template <int SCALING, int M, int N>
-static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, long n0, float* c,
-                            long c_row) {
-  IntRow x[M];
-  I acc[M][N];
-  for (int m = 0; m < M; ++m) {
-    x[m] = row_of(rows, r0 + m);
-    const long end = lmin(p.k1, (p.k0 / kActBlock + 1) * kActBlock);
-    const I start = dot_start(group_sum(x[m], p.k0, end));
-    for (int n = 0; n < N; ++n) acc[m][n] = start;
-  }
-  const char* data = p.data + n0 * p.tile;
-  for (long k = p.k0; k < p.k1; k += 4, data += 64) {
+template <int M, int N>
+KTG_IN void int_panel_dots(const char* data, long tile, const IntRow (&x)[M], long k0, long k1,
+                           I (&acc)[M][N]) {
+  for (long k = k0; k < k1; k += 4, data += 64) {
     Signed w[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) w[n] = as_signed(load_block(data + n * p.tile));
+    for (int n = 0; n < N; ++n) w[n] = as_signed(load_block(data + n * tile));
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const I xv = four_bytes(x[m].q + k);
@@ -93,15 +90,38 @@ static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, lon
       for (int n = 0; n < N; ++n) acc[m][n] = dot_signed(acc[m][n], w[n], xv);
     }
   }
+}
+
+template <int SCALING, int M, int N>
+static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, long n0, float* c,
+                            long c_row) {
+  IntRow x[M];
+  I acc[M][N], start[M];
+  for (int m = 0; m < M; ++m) {
+    x[m] = row_of(rows, r0 + m);
+    const long end = lmin(p.k1, (p.k0 / kActBlock + 1) * kActBlock);
+    start[m] = dot_start(group_sum(x[m], p.k0, end));
+    for (int n = 0; n < N; ++n) acc[m][n] = start[m];
+  }
+  const char* data = p.data + n0 * p.tile;
+  int_panel_dots<M, N>(data, p.tile, x, p.k0, p.k1, acc);
+  if constexpr (is_split(SCALING)) {  // that was the high part
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) acc[m][n] = iadd(shift_left(acc[m][n], p.shift), start[m]);
+    int_panel_dots<M, N>(data + p.low, p.tile, x, p.k0, p.k1, acc);
+  }
   for (int n = 0; n < N; ++n) {
     const bool scaled = SCALING != ROW_SCALED;
     const F scale = scaled ? load(p.scale + (n0 + n) * 16) : zero();
-    const F offset = SCALING == BLOCK_OFFSET ? load(p.offset + (n0 + n) * 16) : zero();
+    const F offset = has_offset(SCALING) ? load(p.offset + (n0 + n) * 16) : zero();
     for (int m = 0; m < M; ++m) {
       float* out = c + m * c_row + (n0 + n) * 16;
-      const float x_scale = p.x_scale[r0 + m - p.r0], x_sum = p.x_sum[r0 + m - p.r0];
-      p.k0 == 0 ? add_block<SCALING, true>(out, acc[m][n], scale, offset, x_scale, x_sum)
-                : add_block<SCALING, false>(out, acc[m][n], scale, offset, x_scale, x_sum);
+      const long row = r0 + m - p.r0;
+      const F less = offset_of<SCALING>(offset, p.minima + (n0 + n) * kMinimumPairs,
+                                        p.x_pairs + row * kMinimumPairs);
+      const float x_scale = p.x_scale[row], x_sum = p.x_sum[row];
+      p.k0 == 0 ? add_block<SCALING, true>(out, acc[m][n], scale, less, x_scale, x_sum)
+                : add_block<SCALING, false>(out, acc[m][n], scale, less, x_scale, x_sum);
     }
   }
 }
@@ -150,20 +170,27 @@ struct IntScratch {
   char panel[kIntPanelBytes];
   float scale[kUnitTiles * 16], offset[kUnitTiles * 16];
   float x_scale[kRowBlock], x_sum[kRowBlock];  // where rows are not in order, or offsets need sums
+  I minima[kUnitTiles * kMinimumPairs];
+  int x_pairs[kRowBlock * kMinimumPairs];
   char spill[kTileSpill];
 };
 
 template <class Fmt>
 static IntPanel int_panel_of(const Tiles& t, long k0, long k1, IntScratch& s) {
   if (Fmt::kPacked) prefetch_block(t, k0 + kActBlock, k1 - k0);
+  constexpr int kind = Fmt::kScaling;
+  const long part = (k1 - k0) * 16, tile = is_split(kind) ? 2 * part : part;
+  IntPanel p{s.panel,   tile,    k0,   k1, 0,        s.scale,  s.offset,
+             s.x_scale, s.x_sum, part, 0,  s.minima, s.x_pairs};
+  if constexpr (Fmt::kPacked) p.data = tile_data(t, 0) + k0 * 16, p.tile = t.w->tile_bytes;
+  if constexpr (is_split(kind)) p.shift = Fmt::kShift;
   for (long n = 0; n < t.count; ++n) {
-    if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, s.panel + n * (k1 - k0) * 16);
-    if (Fmt::kScaling != ROW_SCALED) store(s.scale + n * 16, Fmt::block_scale(t, n, k0));
-    if (Fmt::kScaling == BLOCK_OFFSET) store(s.offset + n * 16, Fmt::block_offset(t, n, k0));
+    if (!Fmt::kPacked) Fmt::unpack(t, n, k0, k1, s.panel + n * tile);
+    if (kind != ROW_SCALED) store(s.scale + n * 16, Fmt::block_scale(t, n, k0));
+    if (has_offset(kind)) store(s.offset + n * 16, Fmt::block_offset(t, n, k0));
+    if constexpr (kind == SPLIT_MINIMA) Fmt::minima(t, n, k0, s.minima + n * kMinimumPairs);
   }
-  const char* data = Fmt::kPacked ? tile_data(t, 0) + k0 * 16 : s.panel;
-  const long tile = Fmt::kPacked ? t.w->tile_bytes : (k1 - k0) * 16;
-  return {data, tile, k0, k1, 0, s.scale, s.offset, s.x_scale, s.x_sum};
+  return p;
 }
 
 static void gather_scales(const IntRows& x, long r0, long rows, long k0, long k1, float* scale,
@@ -189,6 +216,8 @@ static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, fl
       p.x_scale = x.scales + k0 / kActBlock * x.count + r0;
     else
       gather_scales(x, r0, rows, k0, k1, s.x_scale, s.x_sum);
+    for (long m = 0; Fmt::kScaling == SPLIT_MINIMA && m < rows; ++m)
+      sum_pairs(row_of(x, r0 + m), k0, s.x_pairs + m * kMinimumPairs);
     if (kHasTiles && !x.of)
       int_panel_amx<Fmt::kScaling>(p, x, r0, rows, t.count, c, c_row, s.spill);
     else
@@ -226,8 +255,20 @@ static void int_tiles_times_rows(const Tiles& t, const IntRows& x, long r0, long
       return int_times<Int4z>(t, x, r0, rows, c, c_row, scratch);
     case FMT_MXFP4:
       return int_times<Mxfp4>(t, x, r0, rows, c, c_row, scratch);
-    default:
+    case FMT_INT4P:
       return int_times<Int4p>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_Q4_0:
+      return int_times<Q4_0>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_Q8_0:
+      return int_times<Q8_0>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_Q4_K:
+      return int_times<KQuant<Q4_K>>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_Q5_K:
+      return int_times<KQuant<Q5_K>>(t, x, r0, rows, c, c_row, scratch);
+    case FMT_Q6_K:
+      return int_times<KQuant<Q6_K>>(t, x, r0, rows, c, c_row, scratch);
+    default:
+      return int_times<KQuant<Iq4_Xs>>(t, x, r0, rows, c, c_row, scratch);
   }
 }
 

@@ -132,7 +132,8 @@ KTG_IN long experts_of(const Instr& in) {
   return in.op[1].kind == KIND_WEIGHT ? in.op[1].w.rows : in.op[1].t.dim[0];
 }
 KTG_IN long experts_pad(const Instr& in) { return round_up(experts_of(in), 64); }
-KTG_IN long route_pitch(const Instr& in) { return round_up(tensor(in, 0).dim[2], 16) + 16; }
+// Staged rows are zero up to the widest padding of a packed gate: 64 columns (formats.cpp).
+KTG_IN long route_pitch(const Instr& in) { return round_up(tensor(in, 0).dim[2], 64) + 16; }
 
 static size_t route_shared(const Instr& in, const Sizes&) {
   return tensor(in, 0).dim[0] * experts_pad(in) * 4;

@@ -261,6 +261,39 @@ KTG_IN I sub_bytes(I w, int v) {
   return {_mm256_sub_epi8(w.a, n), _mm256_sub_epi8(w.b, n)};
 }
 
+// GGUF blocks: f16 in the low half of each lane, shifts by a vector's counts, 16-bit fields.
+KTG_IN __m256 half_to_float8(__m256i v) {  // by exponents: a product with 2^112 is exact
+  const __m256i wide = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x7FFF)), 13);
+  const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x8000)), 16);
+  const __m256 f = _mm256_mul_ps(_mm256_castsi256_ps(wide), _mm256_set1_ps(0x1p112f));
+  return _mm256_or_ps(f, _mm256_castsi256_ps(sign));
+}
+KTG_IN F half_to_float(I v) { return {half_to_float8(v.a), half_to_float8(v.b)}; }
+KTG_IN I shift_right_by(I v, I n) {
+  return {_mm256_srlv_epi32(v.a, n.a), _mm256_srlv_epi32(v.b, n.b)};
+}
+KTG_IN I sign_extend_byte(I v) {
+  return {_mm256_srai_epi32(_mm256_slli_epi32(v.a, 24), 24),
+          _mm256_srai_epi32(_mm256_slli_epi32(v.b, 24), 24)};
+}
+KTG_IN I mul16(I a, I b) { return {_mm256_mullo_epi16(a.a, b.a), _mm256_mullo_epi16(a.b, b.b)}; }
+template <int N>
+KTG_IN I shift_right16(I v) {  // with the sign
+  return {_mm256_srai_epi16(v.a, N), _mm256_srai_epi16(v.b, N)};
+}
+template <int N>
+KTG_IN I shift_left16(I v) {
+  return {_mm256_slli_epi16(v.a, N), _mm256_slli_epi16(v.b, N)};
+}
+KTG_IN I lookup_bytes(const int8_t* table, I v) {  // every byte 0..15
+  const __m256i t =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(t, v.a), _mm256_shuffle_epi8(t, v.b)};
+}
+KTG_IN I dot_pairs(I acc, I a, I b) {
+  return iadd(acc, {_mm256_madd_epi16(a.a, b.a), _mm256_madd_epi16(a.b, b.b)});
+}
+
 #ifdef __AVXVNNI__
 using Signed = I;
 KTG_IN Signed as_signed(I w) {

@@ -173,6 +173,31 @@ KTG_IN I repeat_byte(I v) { return _mm512_mullo_epi32(v, _mm512_set1_epi32(0x010
 KTG_IN I repeat_half(I v) { return _mm512_or_si512(v, _mm512_slli_epi32(v, 16)); }
 KTG_IN I sub_bytes(I a, int v) { return _mm512_sub_epi8(a, _mm512_set1_epi8(char(v))); }
 
+// GGUF blocks: f16 in the low half of each lane, shifts by a vector's counts, 16-bit fields.
+KTG_IN F half_to_float(I v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
+KTG_IN I shift_right_by(I v, I n) { return _mm512_srlv_epi32(v, n); }
+KTG_IN I sign_extend_byte(I v) { return _mm512_srai_epi32(_mm512_slli_epi32(v, 24), 24); }
+KTG_IN I mul16(I a, I b) { return _mm512_mullo_epi16(a, b); }
+template <int N>
+KTG_IN I shift_right16(I v) {  // with the sign
+  return _mm512_srai_epi16(v, N);
+}
+template <int N>
+KTG_IN I shift_left16(I v) {
+  return _mm512_slli_epi16(v, N);
+}
+KTG_IN I lookup_bytes(const int8_t* table, I v) {  // every byte 0..15
+  const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), v);
+}
+KTG_IN I dot_pairs(I acc, I a, I b) {  // two products of 16 bits in a lane
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  return iadd(acc, _mm512_madd_epi16(a, b));
+#endif
+}
+
 #ifdef __AVX512VNNI__
 // vpdpbusd multiplies unsigned by signed: signed weights go in as w + 128, and a dot starts at
 // -128 times the sum of the row's bytes.

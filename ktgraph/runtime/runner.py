@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -250,7 +251,7 @@ class Runner(PagedRunner):
             step.give_to(self._batch)
         call = CallSizes(step.tokens, step.rows, self._batch, self._torch_batch)
         self.executor.run(phase, call)
-        return port.logits[: step.rows].to(torch.float32, copy=True)
+        return _copied(port.logits[: step.rows])
 
     def _torch_batch(self) -> Any:
         return self._step.as_batch(self.page_size)
@@ -264,6 +265,18 @@ class _Port:
         self.ids = executor.window(phase.name, _ids_slot(phase), sizes.tokens, sizes.rows).numpy()
         slot = next(s for s in phase.flat.returns if isinstance(s.type, TensorType))
         self.logits = executor.window(phase.name, slot, sizes.tokens, sizes.rows)
+
+
+def _copied(logits: Tensor) -> Tensor:
+    """Logits as f32 in memory of their own, by one thread.
+
+    torch would copy 32,768 numbers or more on OpenMP threads, which then spin for milliseconds on
+    the CPUs of the engine's threads: every decode step would wait for the scheduler's tick.
+    """
+    if logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().copy())
+    bits = logits.view(torch.uint16).numpy().astype(np.uint32) << 16
+    return torch.from_numpy(bits.view(np.float32))
 
 
 def _ids_slot(phase: PhasePlan) -> Slot:

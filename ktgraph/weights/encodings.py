@@ -19,6 +19,7 @@ import torch
 from ktgraph.ir.parser import parse_type
 from ktgraph.ir.types import DTYPES, Encoding, TensorType
 from ktgraph.ops.tensor import torch_dtype
+from ktgraph.weights.gguf_blocks import GGUF_FORMATS, block_size, dequantize, row_nbytes
 
 Stored = tuple[torch.Tensor, ...]  # e.g. the integers, then their scales
 Shape = Sequence[int]
@@ -312,12 +313,29 @@ def _int4p_nbytes(shape: Shape, encoding: Encoding) -> int:
     return rows * (-(-cols // 2) + -(-cols // encoding.get("group")) + 4)
 
 
+# -- blocks of a GGUF file ------------------------------------------------------------------------
+def _gguf_nbytes(shape: Shape, encoding: Encoding) -> int:
+    return prod(shape[:-1]) * row_nbytes(_gguf_format(encoding), shape[-1])
+
+
+def _gguf_from(values: torch.Tensor, encoding: Encoding) -> Stored:
+    raise EncodingError(f"{encoding} is read from a GGUF file; nothing here quantizes to it")
+
+
+def _gguf_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
+    return dequantize(stored[0], _gguf_format(encoding)).reshape(tuple(shape))
+
+
+def _gguf_format(encoding: Encoding) -> str:
+    return encoding.name.removeprefix("gguf.")
+
+
 # -- tiles: what CPU kernels read -----------------------------------------------------------------
 @dataclass(frozen=True)
 class Tile:
     """The parameters of a tile encoding as the native packer and kernels take them."""
 
-    format: str  # f32, bf16, f16, fp8, int8, int4, int4p, int4z, mxfp4
+    format: str  # f32, bf16, f16, fp8, int8, int4, int4p, int4z, mxfp4, or one of GGUF blocks
     group: int  # columns per scale; 0: none, or one per row
     gate_up: bool  # gate and up tiles alternate
     rows: str = "f32"  # what rows of x are rounded to: f32 (not at all), bf16, int8
@@ -328,15 +346,15 @@ class Tile:
         if encoding is None or not encoding.name.startswith("tile."):
             return None
         params, name = dict(encoding.params), encoding.name.removeprefix("tile.")
-        rows = params.get("rows", "int8" if name == "int4p" else "f32")
+        rows = params.get("rows", "int8" if name in INT8_ROWS_ONLY else "f32")
         return Tile(name, encoding.get("group"), params.get("gate_up") == "yes", str(rows))
 
     @property
     def encoding(self) -> Encoding:
         params: list[tuple[str, int | str]] = [("group", self.group)] if self.group else []
         params += [("gate_up", "yes")] if self.gate_up else []
-        # int4p goes with int8 rows only: nothing to say
-        params += [("rows", self.rows)] if self.rows != "f32" and self.format != "int4p" else []
+        says_rows = self.rows != "f32" and self.format not in INT8_ROWS_ONLY
+        params += [("rows", self.rows)] if says_rows else []
         return Encoding(f"tile.{self.format}", tuple(params))
 
 
@@ -375,16 +393,21 @@ def pack_matrix(
 ) -> None:
     """Write matrix `number` ([rows, cols], any float) of a weight of `shape` into its bytes.
 
-    An integer format quantizes here, so give the values before any quantization.
+    An integer format quantizes here, so give the values before any quantization.  A format of GGUF
+    blocks takes the file's bytes (uint8 [rows, bytes of a row]) and keeps every bit.
     """
-    from ktgraph.cpu_kernels import pack_into
+    from ktgraph.cpu_kernels import pack_into, repack_into
 
     count, rows, cols = _stack(shape, encoding)
-    tile = _tile(encoding)
-    source = _native_source(matrix)
-    pack_into(
-        packed.data_ptr(), number, tile.format, rows, cols, tile.group, count, tile.gate_up, source
-    )
+    tile, at = _tile(encoding), packed.data_ptr()
+    if tile.format not in GGUF_FORMATS:
+        source = _native_source(matrix)
+        pack_into(at, number, tile.format, rows, cols, tile.group, count, tile.gate_up, source)
+        return
+    if matrix.dtype != torch.uint8:
+        raise EncodingError(f"{encoding} is packed from a GGUF file's blocks, got {matrix.dtype}")
+    blocks = matrix.contiguous().numpy()
+    repack_into(at, number, tile.format, rows, cols, 0, count, tile.gate_up, blocks)
 
 
 def _native_source(matrix: torch.Tensor) -> Any:
@@ -412,6 +435,8 @@ def _tile_to(stored: Stored, shape: Shape, encoding: Encoding) -> torch.Tensor:
     return torch.as_tensor(np.stack(found)).reshape(tuple(shape))
 
 
+# Tile formats whose kernels take rows of x rounded to int8 and no other: the encoding need not say.
+INT8_ROWS_ONLY = ("int4p", *GGUF_FORMATS)
 _GROUPS: tuple[int | str, ...] = (32, 64, 128)
 _YES_NO: tuple[int | str, ...] = ("no", "yes")
 
@@ -453,6 +478,13 @@ register_encoding(
         True, _int8_nbytes, _fp8_from, _fp8_to, {"group": (128,)}, block=128,
     )
 )  # fmt: skip
+for _format in GGUF_FORMATS:
+    register_encoding(
+        EncodingDef(
+            f"gguf.{_format}", f"blocks of {_format.upper()} as a GGUF file holds them",
+            True, _gguf_nbytes, _gguf_from, _gguf_to, {}, block=block_size(_format)[0],
+        )
+    )  # fmt: skip
 # tile format -> its groups, and what rows of x may be rounded to ("no" is not at all)
 _Values = tuple[int | str, ...]
 _TILE_FORMATS: Mapping[str, tuple[_Values, _Values]] = {
@@ -465,6 +497,7 @@ _TILE_FORMATS: Mapping[str, tuple[_Values, _Values]] = {
     "int4p": (_GROUPS, ("no",)),
     "int4z": (_GROUPS, ("no", "int8")),
     "mxfp4": ((32,), ("no", "int8")),
+    **{_format: ((), ("no",)) for _format in GGUF_FORMATS},
 }
 for _format, (_choices, _rows) in _TILE_FORMATS.items():
     register_encoding(
@@ -476,6 +509,8 @@ for _format, (_choices, _rows) in _TILE_FORMATS.items():
     )  # fmt: skip
 
 __all__ = [
+    "GGUF_FORMATS",
+    "INT8_ROWS_ONLY",
     "Encoding",
     "EncodingDef",
     "EncodingError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ktgraph.ir.graph import Module, Recipe, Weight, WeightRef
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.weights.encodings import (
+    GGUF_FORMATS,
     Encoding,
     Stored,
     Tile,
@@ -24,10 +26,22 @@ from ktgraph.weights.encodings import (
     pack_matrix,
     parse_encoding,
 )
+from ktgraph.weights.gguf_blocks import row_nbytes
 from ktgraph.weights.recipes import recipe_def
-from ktgraph.weights.sources import WeightSource
+from ktgraph.weights.sources import BlockSource, WeightSource
 
-_Convert = Callable[[torch.Tensor], torch.Tensor]
+_BLOCKS = {f"gguf.{format}": format for format in GGUF_FORMATS}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What is read of a source's tensors: values, or the bytes of GGUF blocks.
+
+    Recipes of whole rows, the only ones that keep an encoding of rows, mean the same for both.
+    """
+
+    get: Callable[[str, int | None], torch.Tensor]  # of a name; of an entry of the first axis
+    row_size: Callable[[int], int]  # of the last axis, for so many columns
 
 
 class WeightError(ValueError):
@@ -67,13 +81,13 @@ class WeightEvaluator:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        value = self._value(ref, index, self._in_compute_dtype(ref))
+        value = self._value(ref, index, self._values(self._in_compute_dtype(ref)))
         self._keep(key, value)
         return value
 
     def matrices(self, ref: WeightRef, index: int | None = None) -> Iterator[torch.Tensor]:
         """The matrices of a weight [..., rows, cols], each made when its turn comes."""
-        yield from self._matrices(ref, index, self._in_compute_dtype(ref))
+        yield from self._matrices(ref, index, self._values(self._in_compute_dtype(ref)))
 
     def sample(
         self, ref: WeightRef, index: int | None = None, most: int = 4
@@ -83,9 +97,9 @@ class WeightEvaluator:
         if len(shape) != 3:
             yield from self.matrices(ref, index)
             return
-        convert = self._in_compute_dtype(ref)
+        reader = self._values(self._in_compute_dtype(ref))
         for entry in range(0, shape[0], -(-shape[0] // most)):
-            yield self._entry(ref, index, entry, convert)
+            yield self._entry(ref, index, entry, reader)
 
     def stored(self, ref: WeightRef, index: int | None = None) -> Stored:
         """The arrays of the weight in its declared encoding, made from the unrounded values."""
@@ -93,15 +107,20 @@ class WeightEvaluator:
         encoding = type.encoding or Encoding(type.dtype)
         if Tile.of(encoding) is not None:
             return (self._packed(ref, index, encoding),)
+        if encoding.name in _BLOCKS:
+            return (self._value(ref, index, self._blocks(_BLOCKS[encoding.name])),)
         inner, at = self._unencoded(ref, index)
-        return from_float(self._value(inner, at, _as_it_is), encoding)
+        return from_float(self._value(inner, at, self._values(_as_it_is)), encoding)
 
     # -- storing --------------------------------------------------------------------------------
     def _packed(self, ref: WeightRef, index: int | None, encoding: Encoding) -> torch.Tensor:
         shape = self.shape(ref)
         packed = empty_packed(shape, encoding)
         inner, at = self._unencoded(ref, index)
-        for number, matrix in enumerate(self._matrices(inner, at, _as_it_is)):
+        format = encoding.name.removeprefix("tile.")
+        blocks = format in GGUF_FORMATS
+        reader = self._blocks(format) if blocks else self._values(_as_it_is)
+        for number, matrix in enumerate(self._matrices(inner, at, reader)):
             pack_matrix(packed, number, matrix, shape, encoding)
         return packed
 
@@ -122,55 +141,76 @@ class WeightEvaluator:
         weight = self.module.weight_of(ref)
         return weight, weight.recipe
 
+    # -- reading --------------------------------------------------------------------------------
+    def _values(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> _Reader:
+        return _Reader(lambda name, entry: convert(self.source.get(name, entry)), lambda n: n)
+
+    def _blocks(self, format: str) -> _Reader:
+        source = self.source
+        if not isinstance(source, BlockSource):
+            raise WeightError(
+                f"{type(source).__name__} gives values, but blocks of {format} are packed bit by "
+                "bit: they come from a source with `blocks` (ktgraph/weights/sources.py)"
+            )
+        return _Reader(source.blocks, lambda columns: row_nbytes(format, columns))
+
     # -- values ---------------------------------------------------------------------------------
     def shape(self, ref: WeightRef) -> list[int]:
         """Sizes of a weight at the bindings."""
         return [d.at(self.bindings) for d in self.module.weight_of(ref).type.dims]
 
-    def _in_compute_dtype(self, ref: WeightRef) -> _Convert:
+    def _read_shape(self, ref: WeightRef, reader: _Reader) -> list[int]:
+        shape = self.shape(ref)
+        return [*shape[:-1], reader.row_size(shape[-1])] if shape else shape
+
+    def _in_compute_dtype(self, ref: WeightRef) -> Callable[[torch.Tensor], torch.Tensor]:
         wanted = self.dtype or torch_dtype(self.module.weight_of(ref).type.dtype)
         return lambda x: x.to(wanted) if x.is_floating_point() else x
 
-    def _value(self, ref: WeightRef, index: int | None, convert: _Convert) -> torch.Tensor:
+    def _value(self, ref: WeightRef, index: int | None, reader: _Reader) -> torch.Tensor:
         weight, made = self._derived(ref)
         if made is None:
-            value = convert(self.source.get(source_name(weight, index)))
+            value = reader.get(source_name(weight, index), None)
         else:
             refs = [self._argument(weight, arg, index) for arg in made.args]
-            value = self._apply(made, [self._value(r, i, convert) for r, i in refs])
-        return self._checked(weight, index, value, self.shape(ref))
+            value = self._apply(made, [self._value(r, i, reader) for r, i in refs], reader)
+        return self._checked(weight, index, value, self._read_shape(ref, reader))
 
     def _matrices(
-        self, ref: WeightRef, index: int | None, convert: _Convert
+        self, ref: WeightRef, index: int | None, reader: _Reader
     ) -> Iterator[torch.Tensor]:
         shape = self.shape(ref)
         if len(shape) != 3:
-            yield from self._value(ref, index, convert).reshape(-1, *shape[-2:])
+            shape = self._read_shape(ref, reader)
+            yield from self._value(ref, index, reader).reshape(-1, *shape[-2:])
             return
         for entry in range(shape[0]):
-            yield self._entry(ref, index, entry, convert)
+            yield self._entry(ref, index, entry, reader)
 
     def _entry(
-        self, ref: WeightRef, index: int | None, entry: int, convert: _Convert
+        self, ref: WeightRef, index: int | None, entry: int, reader: _Reader
     ) -> torch.Tensor:
         """Entry `entry` of the first axis, without the others where the recipe allows it."""
         weight, made = self._derived(ref)
         if made is None:
-            value = convert(self.source.get(source_name(weight, index), expert=entry))
-            return self._checked(weight, index, value, self.shape(ref)[1:])
+            value = reader.get(source_name(weight, index), entry)
+            return self._checked(weight, index, value, self._read_shape(ref, reader)[1:])
         refs = [self._argument(weight, arg, index) for arg in made.args]
         if made.kind == "stack":
-            return self._value(*refs[entry], convert)
+            return self._value(*refs[entry], reader)
         if not recipe_def(made.kind).by_entry(self._attrs(made), weight.type.rank):
-            return self._value(ref, index, convert)[entry]
-        parts = [self._entry(r, i, entry, convert)[None] for r, i in refs]
-        return self._apply(made, parts)[0]
+            return self._value(ref, index, reader)[entry]
+        parts = [self._entry(r, i, entry, reader)[None] for r, i in refs]
+        return self._apply(made, parts, reader)[0]
 
-    def _apply(self, made: Recipe, tensors: list[torch.Tensor]) -> torch.Tensor:
-        definition = recipe_def(made.kind)
+    def _apply(self, made: Recipe, tensors: list[torch.Tensor], reader: _Reader) -> torch.Tensor:
+        definition, attrs = recipe_def(made.kind), self._attrs(made)
         if self.lossless and not definition.is_exact:
             return tensors[0]
-        return definition.apply(tensors, self._attrs(made))
+        if "shape" in attrs:
+            *lead, columns = attrs["shape"]
+            attrs["shape"] = [*lead, reader.row_size(columns)]
+        return definition.apply(tensors, attrs)
 
     def _attrs(self, made: Recipe) -> dict[str, Any]:
         return {k: evaluate_attr(v, self.bindings) for k, v in made.attrs}

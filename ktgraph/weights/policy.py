@@ -179,6 +179,11 @@ def _encoding(text: str, value: str) -> Encoding | None:
             f"quantize {text!r}: {value} is no quantized encoding; "
             f"write one of {', '.join(map(str, LADDER))}, or keep"
         )
+    if found.name.startswith("gguf."):
+        raise PolicyError(
+            f"quantize {text!r}: {value} is read from a GGUF file, nothing here quantizes to it; "
+            f"write one of {', '.join(map(str, LADDER))}, or keep"
+        )
     return found
 
 

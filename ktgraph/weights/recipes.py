@@ -17,7 +17,13 @@ from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Attr, Module, Weight
 from ktgraph.ir.types import DTYPES, Encoding, TensorType
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.weights.encodings import Tile, encoding_def, parse_encoding, round_trip
+from ktgraph.weights.encodings import (
+    GGUF_FORMATS,
+    Tile,
+    encoding_def,
+    parse_encoding,
+    round_trip,
+)
 
 Tensors = Sequence[torch.Tensor]
 Meaning = Callable[[Tensors, Mapping[str, Any]], torch.Tensor]
@@ -284,6 +290,7 @@ _SAME_VALUES = {
     "int4z": ("int4z",),
     "mxfp4": ("mxfp4",),
     "fp8": ("fp8",),
+    **{f"gguf.{format}": (format,) for format in GGUF_FORMATS},
 }
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module
+from ktgraph.ir.types import DTYPES
 from ktgraph.ops.tensor import torch_dtype
 
 if TYPE_CHECKING:
@@ -60,6 +61,15 @@ class WeightSource(Protocol):
 
     def fingerprint(self) -> str:
         """Cheap and stable: changes when the weights do, for keys of caches."""
+        ...
+
+
+@runtime_checkable
+class BlockSource(WeightSource, Protocol):
+    """A source whose tensors may be GGUF blocks; `get` gives the values that they mean."""
+
+    def blocks(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """The tensor's bytes, uint8 [..., rows, bytes of a row]; an entry of its first axis."""
         ...
 
 
@@ -248,6 +258,7 @@ class RandomSource:
                 continue
             encoding = weight.type.encoding
             stored = weight.type.dtype if encoding is None else encoding.name
+            stored = stored if stored in DTYPES else weight.type.dtype  # of blocks: their values
             for index in range(weight.lo, weight.hi + 1) if weight.is_family else (0,):
                 name = weight.source.replace("{" + weight.var + "}", str(index))
                 self._shapes[name] = tuple(d.at(module.dims) for d in weight.type.dims)
@@ -301,6 +312,7 @@ class RandomSource:
 
 
 __all__ = [
+    "BlockSource",
     "ModelSource",
     "RandomSource",
     "SafetensorsSource",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf_blocks import FORMATS as GGUF
+from gguf_blocks import blocks_for, values, whole
 
 from ktgraph.cpu_kernels import load_native, reference_layouts
 
@@ -137,6 +139,10 @@ class Lab:
         activations: str = "",
     ) -> tuple[Any, torch.Tensor]:
         """Packed weight, and what its bytes mean in float64."""
+        if fmt in GGUF:
+            each = [blocks_for(fmt, m) for m in (w[None] if w.dim() == 2 else w)]
+            packed, meaning = self.blocks(fmt, each, gate_up, activations)
+            return packed, meaning if w.dim() == 3 else meaning[0]
         stack = w[None] if w.dim() == 2 else w
         count, rows, cols = stack.shape
         nbytes = native.packed_nbytes(fmt, rows, cols, group, count, gate_up)
@@ -155,6 +161,20 @@ class Lab:
             fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes, activations
         )
         return packed, meaning if w.dim() == 3 else meaning[0]
+
+    def blocks(
+        self, fmt: str, each: list[np.ndarray], gate_up: bool = False, activations: str = ""
+    ) -> tuple[Any, torch.Tensor]:
+        """A stack packed from GGUF blocks, and what the gguf package says they mean: float64."""
+        meaning = torch.from_numpy(np.stack([values(fmt, b) for b in each])).double()
+        count, rows, cols = meaning.shape
+        data = native.empty_packed(native.packed_nbytes(fmt, rows, cols, 0, count, gate_up))
+        self.keep.append(data)
+        for i, b in enumerate(each):
+            native.repack_into(data.ctypes.data, i, fmt, rows, cols, 0, count, gate_up, b)
+        at = data.ctypes.data
+        packed = native.Weight(fmt, rows, cols, count, 0, gate_up, at, len(data), activations)
+        return packed, meaning
 
     def run(
         self,
@@ -199,5 +219,5 @@ def tools() -> SimpleNamespace:
     """The classes above, for tests (test folders are not importable)."""
 
     return SimpleNamespace(
-        Lab=Lab, Batch=Batch, Cache=Cache, native=native, engine=engine, ISAS=ISAS
+        Lab=Lab, Batch=Batch, Cache=Cache, native=native, engine=engine, ISAS=ISAS, whole=whole
     )

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from gguf_blocks import FORMATS as GGUF
+from gguf_blocks import extreme_blocks
 
 INTEGERS = [
     ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128),
     ("int4p", 32), ("int4p", 64), ("int4p", 128), ("int8", 32), ("int8", 64), ("int8", 128),
     ("int4z", 32), ("int4z", 64), ("int4z", 128), ("mxfp4", 32),
+    *((fmt, 0) for fmt in GGUF),
 ]  # fmt: skip
 BLOCK = 256  # columns that share a scale
 
@@ -34,7 +37,8 @@ def linear(lab, x, fmt, w, group, activations="int8"):
     ("T", "K", "N"),
     [(1, 33, 15), (3, 48, 40), (7, 250, 130), (17, 250, 1), (33, 700, 72), (300, 160, 72)],
 )
-def test_linear(lab, fmt, group, T, K, N):
+def test_linear(lab, tools, fmt, group, T, K, N):
+    K = tools.whole(fmt, K)
     x = lab.strided(T, K)
     y, dense = linear(lab, x, fmt, lab.randn(N, K, dtype=torch.float32), group)
     lab.close(y, as_int8_rows(x) @ dense.T)
@@ -43,7 +47,7 @@ def test_linear(lab, fmt, group, T, K, N):
 @pytest.mark.parametrize(("fmt", "group"), INTEGERS)
 def test_bits_do_not_depend_on_rows_threads_or_level(tools, fmt, group):
     """Vector and tile paths, one row or many: integer sums are exact, floats follow one order."""
-    T, K, N = 103, 570, 200
+    T, K, N = 103, tools.whole(fmt, 570), 200
     results = []
     for isa in tools.ISAS:
         for threads in (1, 3):
@@ -63,7 +67,13 @@ def test_extreme_integers(lab, fmt, group):
     sign[1::2] = -1
     x = torch.ones(20, K, dtype=lab.dtype)
     x[1::2] = -1
-    y, dense = linear(lab, x, fmt, sign, group)
+    if fmt in GGUF:
+        packed, dense = lab.blocks(fmt, [extreme_blocks(fmt, N, K)], activations="int8")
+        y = lab.out(len(x), N)
+        lab.run("cpu.linear", [lab.tok(x), packed, None, lab.tok(y)], T=len(x))
+        dense = dense[0]
+    else:
+        y, dense = linear(lab, x, fmt, sign, group)
     lab.close(y, x.double() @ dense.T)
 
 
@@ -79,12 +89,23 @@ def test_rows_with_inf_nan_zero_and_tiny_values(lab):
 
 @pytest.mark.parametrize(
     ("fmt", "group"),
-    [("int8", 0), ("int4", 32), ("int4p", 64), ("int8", 32), ("int4z", 128), ("mxfp4", 32)],
+    [
+        ("int8", 0),
+        ("int4", 32),
+        ("int4p", 64),
+        ("int8", 32),
+        ("int4z", 128),
+        ("mxfp4", 32),
+        ("q4_0", 0),
+        ("q4_k", 0),
+        ("q6_k", 0),
+    ],
 )
 @pytest.mark.parametrize("T", [1, 8, 9, 70, 700])
 @pytest.mark.parametrize(("E", "K", "D", "inner"), [(5, 2, 250, 300), (9, 4, 96, 40)])
-def test_grouped_mlp(lab, fmt, group, T, E, K, D, inner):
+def test_grouped_mlp(lab, tools, fmt, group, T, E, K, D, inner):
     """Against the same sums in float64, the inner rows brought to 8 bits like the outer ones."""
+    D, inner = tools.whole(fmt, D), tools.whole(fmt, inner)
     x, y = lab.strided(T, D), lab.out(T, D)
     ids = torch.stack([torch.randperm(E, generator=lab.gen)[:K] for _ in range(T)]).int()
     ids[T // 2, K - 1] = -1
@@ -108,10 +129,20 @@ def test_grouped_mlp(lab, fmt, group, T, E, K, D, inner):
 
 @pytest.mark.parametrize(
     ("fmt", "group"),
-    [("int8", 0), ("int4p", 64), ("bf16", 0), ("int8", 128), ("int4z", 64), ("mxfp4", 32)],
+    [
+        ("int8", 0),
+        ("int4p", 64),
+        ("bf16", 0),
+        ("int8", 128),
+        ("int4z", 64),
+        ("mxfp4", 32),
+        ("q8_0", 0),
+        ("q4_k", 0),
+        ("iq4_xs", 0),
+    ],
 )
 def test_mlp_bits_do_not_depend_on_threads_or_batch(tools, fmt, group):
-    E, K, D, inner = 6, 2, 96, 300
+    E, K, D, inner = 6, 2, tools.whole(fmt, 96), tools.whole(fmt, 300)
     results = []
     for isa in tools.ISAS:
         for threads in (1, 2, 3):
@@ -175,6 +206,7 @@ def test_activations_must_fit_the_format(tools):
         ("f16", 0, "int8", "go with integer weights"),
         ("fp8", 128, "int8", "go with integer weights"),
         ("int4p", 64, "f32", "takes activations int8 only"),
+        ("q4_0", 0, "f32", "take activations int8 only"),
         ("int8", 0, "int3", "unknown activations"),
     ]:
         with pytest.raises(ValueError, match=expected):

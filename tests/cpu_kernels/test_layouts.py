@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf_blocks import FORMATS as GGUF
+from gguf_blocks import random_blocks, sizes, values
 
 from ktgraph.cpu_kernels import reference_layouts as ref
 
@@ -131,3 +133,64 @@ def test_errors(tools):
         native.Weight("f32", 16, 32, 1, 0, False, 8, 10**6)
     with pytest.raises(ValueError, match="bytes given"):
         native.Weight("f32", 16, 32, 1, 0, False, 64, 100)
+
+
+def repack(native, fmt, blocks, gate_up=False):
+    rows, cols = len(blocks), blocks.shape[1] // sizes(fmt)[1] * sizes(fmt)[0]
+    data = np.full(native.packed_nbytes(fmt, rows, cols, 0, 1, gate_up), 0xEE, np.uint8)
+    native.repack_into(data.ctypes.data, 0, fmt, rows, cols, 0, 1, gate_up, blocks)
+    return data
+
+
+@pytest.mark.parametrize("fmt", GGUF)
+@pytest.mark.parametrize(
+    ("rows", "blocks", "gate_up"), [(1, 1, False), (16, 2, False), (40, 5, False), (30, 3, True)]
+)
+def test_blocks_keep_every_bit(tools, fmt, rows, blocks, gate_up):
+    cols = blocks * sizes(fmt)[0]
+    source = random_blocks(fmt, rows, cols, np.random.default_rng(rows), 1e-3)
+    got = repack(tools.native, fmt, source, gate_up)
+    np.testing.assert_array_equal(got, ref.from_blocks(fmt, source, gate_up))
+    np.testing.assert_array_equal(ref.to_blocks(fmt, got, rows, cols, gate_up), source)
+    back = tools.native.unpack(got.ctypes.data, 0, fmt, rows, cols, 0, 1, gate_up)
+    np.testing.assert_array_equal(back, values(fmt, source))
+
+
+def golden_blocks(fmt):
+    """Two rows of one block; scales are 1 and -2."""
+    nbytes = sizes(fmt)[1]
+    rows = np.arange(2 * nbytes, dtype=np.uint8).reshape(2, nbytes)
+    at = 208 if fmt == "q6_k" else 0
+    rows[:, at : at + 2] = [[0x00, 0x3C], [0x00, 0xC0]]
+    if fmt in ("q4_k", "q5_k"):
+        rows[:, 2:4] = [[0x00, 0x3C], [0x00, 0xC0]]
+    return rows
+
+
+@pytest.mark.parametrize("fmt", GGUF)
+def test_golden_blocks(tools, fmt):
+    """The file has rows 0 and 1 of each line; the others are padding."""
+    got = repack(tools.native, fmt, golden_blocks(fmt))
+    lines = got.reshape(-1, 16, 4)
+    assert lines[:, :2].tobytes().hex() == json.loads(GOLDEN.read_text())[fmt]
+    assert not lines[:, 2:].any()
+
+
+def test_errors_of_blocks(tools):
+    native, dst = tools.native, np.zeros(65536, np.uint8).ctypes.data
+    blocks = random_blocks("q4_k", 16, 512, np.random.default_rng(0))
+    for fmt, cols, message in [
+        ("q4_0", 48, "whole blocks of 32"),
+        ("q6_k", 128, "whole blocks of 256"),
+        ("q4_k", 256, r"q4_k \[16, 256\] has the bytes \[16, 144\], got \[16, 288\]"),
+        ("int8", 512, "int8 is no GGUF format; use pack_into"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            native.repack_into(dst, 0, fmt, 16, cols, 0, 1, False, blocks)
+    with pytest.raises(ValueError, match="q4_k comes from a GGUF file; use repack_into"):
+        native.pack_into(dst, 0, "q4_k", 16, 512, 0, 1, False, np.zeros((16, 512), np.float32))
+    with pytest.raises(ValueError, match="index 1 of a stack of 1"):
+        native.repack_into(dst, 1, "q4_k", 16, 512, 0, 1, False, blocks)
+    blocks[3, 144 + 2 : 144 + 4] = [0x00, 0x7C]
+    with pytest.raises(ValueError, match="row 3 has a block whose scale is inf or NaN"):
+        native.repack_into(dst, 0, "q4_k", 16, 512, 0, 1, False, blocks)

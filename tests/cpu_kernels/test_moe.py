@@ -171,7 +171,7 @@ def route_ref(
     return ids, wts * scale
 
 
-@pytest.mark.parametrize("gate_kind", ["bf16", "f32", "tensor_f32", "tensor_bf16"])
+@pytest.mark.parametrize("gate_kind", ["bf16", "f32", "int8", "tensor_f32", "tensor_bf16"])
 @pytest.mark.parametrize(
     ("E", "K", "attrs", "bias"),
     [
@@ -208,7 +208,9 @@ def test_moe_route(lab, gate_kind, E, K, attrs, bias, T):
         lab.out(T, K, dtype=torch.float32),
     )
     w = lab.randn(E, D, dtype=torch.bfloat16 if "bf16" in gate_kind else torch.float32)
-    gate = lab.tensor(w) if gate_kind.startswith("tensor") else lab.weight(gate_kind, w)[0]
+    gate, meaning = (
+        (lab.tensor(w), w) if gate_kind.startswith("tensor") else lab.weight(gate_kind, w)
+    )
     b = lab.randn(E, dtype=torch.float32, scale=0.1) if bias else None
     lab.run(
         "cpu.moe_route",
@@ -216,7 +218,7 @@ def test_moe_route(lab, gate_kind, E, K, attrs, bias, T):
         attrs,
         T=T,
     )
-    want_ids, want_wts = route_ref(x.double() @ w.double().T, K, bias=b, **attrs)
+    want_ids, want_wts = route_ref(x.double() @ meaning.double().T, K, bias=b, **attrs)
     assert torch.equal(ids.long(), want_ids)
     torch.testing.assert_close(wts, want_wts, rtol=1e-5, atol=1e-7)
 

@@ -73,6 +73,7 @@ def test_a_budget_is_for_what_no_pattern_takes() -> None:
         ("int8(group=16)", "group must be one of 0, 32, 64, 128"),
         ("bf16", "bf16 is no quantized encoding; write one of int4"),
         ("tile.int8", "tile.int8 is no quantized encoding"),
+        ("*=gguf.q4_k", "gguf.q4_k is read from a GGUF file, nothing here quantizes to it"),
         ("budget=2", "an NMSE between 0 and 1, got '2'"),
         ("budget=x", "an NMSE between 0 and 1"),
     ],

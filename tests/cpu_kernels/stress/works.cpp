@@ -5,6 +5,7 @@
 #include <new>
 
 #include "pack.h"
+#include "repack.h"
 
 namespace stress {
 
@@ -43,7 +44,23 @@ const FormatRow kFormats[] = {
     {"mxfp4", {32}, {"f32", "int8"}},
     {"f16", {0}, {"f32"}},
     {"fp8", {128}, {"f32"}},
+    {"q4_0", {0}, {"int8"}},
+    {"q8_0", {0}, {"int8"}},
+    {"q4_k", {0}, {"int8"}},
+    {"q5_k", {0}, {"int8"}},
+    {"q6_k", {0}, {"int8"}},
+    {"iq4_xs", {0}, {"int8"}},
 };
+
+// Any bits make a GGUF block, except that its f16 scales are finite: here between 2^-9 and 2^-6.
+std::vector<uint8_t> random_blocks(Random& r, const FileBlock& b, long rows, long cols) {
+  std::vector<uint8_t> bytes(size_t(rows * (cols / b.columns) * b.bytes));
+  for (uint8_t& v : bytes) v = uint8_t(r.bits());
+  for (size_t at = 0; at < bytes.size(); at += size_t(b.bytes))
+    for (long scale : b.scales)
+      if (scale >= 0) bytes[at + size_t(scale) + 1] = uint8_t(0x18 + r.below(12));
+  return bytes;
+}
 
 class Builder {
  public:
@@ -91,13 +108,19 @@ class Builder {
       std::exit(2);
     }
     char* stack = memory(size_t(o.w.stride * count));
+    o.w.data = stack;
+    for (long m = 0; m < count && from_gguf(o.w.format); ++m) {
+      const FileBlock& b = file_block(o.w.format);
+      const std::vector<uint8_t> blocks = random_blocks(r, b, rows, cols);
+      repack_matrix(o.w, stack, m, {blocks.data(), rows, cols / b.columns * b.bytes});
+    }
+    if (from_gguf(o.w.format)) return o;
     std::vector<float> dense(size_t(rows * cols));
     for (long m = 0; m < count; ++m) {
       for (float& v : dense) v = r.normal() / 8;
       const char* source = reinterpret_cast<const char*>(dense.data());
       pack_matrix(isa_, o.w, stack, m, {source, DT_F32, rows, cols, cols});
     }
-    o.w.data = stack;
     return o;
   }
   Operand state(std::vector<long> widths, long pages, long page_size) {
@@ -136,6 +159,11 @@ class Builder {
     dtype_ = r.below(2) ? DT_F32 : DT_BF16;
   }
   std::string format() const { return format_->name; }
+  // A number of columns: whole blocks where the format has them.
+  long columns(long low, long high) {
+    const long n = r.between(low, high), block = block_columns();
+    return (n + block - 1) / block * block;
+  }
 
   Work& w;
   Random& r;
@@ -151,6 +179,11 @@ class Builder {
     long n = 1;
     for (long d : shape) n *= d;
     return n;
+  }
+  long block_columns() const {
+    WeightArg w{};
+    describe_weight(format_->name, 2, kActBlock, 1, group_, false, &w);
+    return from_gguf(w.format) ? file_block(w.format).columns : 1;
   }
   static void put(char* data, int dtype, long i, float v) {
     uint32_t bits;
@@ -180,25 +213,25 @@ class Builder {
 };
 
 void linear(Builder& b) {
-  const long k = b.r.between(17, 300), n = b.r.between(17, 200), t = b.w.tokens;
+  const long k = b.columns(17, 300), n = b.r.between(17, 200), t = b.w.tokens;
   const Operand bias = b.r.below(2) ? b.input({n}, true, DT_F32) : Builder::none();
   b.step("cpu.linear", {b.input({t, k}), b.weight(n, k), bias, b.output({t, n})});
 }
 
 void batched_linear(Builder& b) {
-  const long h = b.r.between(1, 5), k = b.r.between(9, 150), n = b.r.between(9, 100);
+  const long h = b.r.between(1, 5), k = b.columns(9, 150), n = b.r.between(9, 100);
   const long t = b.w.tokens;
   b.step("cpu.batched_linear", {b.input({t, h, k}), b.weight(n, k, h), b.output({t, h, n})});
 }
 
 void swiglu(Builder& b) {
-  const long d = b.r.between(17, 200), f = b.r.between(17, 150), t = b.w.tokens;
+  const long d = b.columns(17, 200), f = b.columns(17, 150), t = b.w.tokens;
   b.step("cpu.swiglu",
          {b.input({t, d}), b.weight(2 * f, d, 1, true), b.weight(d, f), b.output({t, d})});
 }
 
 void grouped_mlp(Builder& b) {
-  const long d = b.r.between(17, 150), f = b.r.between(17, 90), t = b.w.tokens;
+  const long d = b.columns(17, 150), f = b.columns(17, 90), t = b.w.tokens;
   const long experts = b.r.between(1, 9), k = b.r.between(1, experts);
   b.step("cpu.grouped_mlp",
          {b.input({t, d}), b.ids(k, experts, true), b.input({t, k}, false, DT_F32),
@@ -208,7 +241,7 @@ void grouped_mlp(Builder& b) {
 }
 
 void routed_layer(Builder& b) {
-  const long d = b.r.between(17, 150), f = b.r.between(17, 60), t = b.w.tokens;
+  const long d = b.columns(17, 150), f = b.columns(17, 60), t = b.w.tokens;
   const long experts = b.r.between(2, 20), k = b.r.between(1, experts);
   const Operand x = b.input({t, d}), ids = b.output({t, k}, DT_I32);
   const Operand wts = b.output({t, k}, DT_F32), y = b.output({t, d});
