@@ -116,8 +116,8 @@ def _stream_packed(module: Module, packed: set[str]) -> None:
 
 def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
     """The tile format that holds the same values, None when there is none."""
-    held = stored.name in _FORMATS
-    return Tile(stored.name, stored.get("group"), gate_up, rows) if held else None
+    format = _FORMATS.get(stored.name)
+    return None if format is None else Tile(format, stored.get("group"), gate_up, rows)
 
 
 def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:

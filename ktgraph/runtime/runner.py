@@ -274,9 +274,9 @@ def _copied(logits: Tensor) -> Tensor:
     the CPUs of the engine's threads: every decode step would wait for the scheduler's tick.
     """
     if logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().copy())
+        return torch.as_tensor(logits.numpy().copy())
     bits = logits.view(torch.uint16).numpy().astype(np.uint32) << 16
-    return torch.from_numpy(bits.view(np.float32))
+    return torch.as_tensor(bits.view(np.float32))
 
 
 def _ids_slot(phase: PhasePlan) -> Slot:

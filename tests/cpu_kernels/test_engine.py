@@ -248,10 +248,10 @@ def test_kernels_are_listed(tools):
     assert "operands: x:f[T,K] w:weight[N,K] bias?:f32[N] -> y:f[T,N]" in docs["cpu.linear"]
 
 
-def test_self_check():
+def test_self_check(tools):
     from ktgraph.cpu_kernels import self_check
 
     found = self_check()
-    assert len(found) == 15
+    assert len(found) > len(tools.native.kernels())  # by name: tests/test_self_check.py
     for _, check in found:
         assert check()
