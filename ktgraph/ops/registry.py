@@ -152,11 +152,12 @@ class KernelDef:
     op: str
     name: str
     device: str  # cpu, cuda
-    launch: Callable[..., Any] | None  # None: run by the native plan under its name
+    launch: Callable[..., Any] | None  # None: run by the native plan under its name, or `into`
     supports: Callable[[Op, Module], bool | Refusal]
     nmse: float  # error bound against the op's reference at the op's dtype
     priority: int
     fallback: bool = False  # runs the op's reference: never chosen silently, always named
+    into: Callable[..., None] | None = None  # a GPU launcher, which writes to results it is given
 
 
 _KERNELS: dict[str, list[KernelDef]] = {}
@@ -172,6 +173,7 @@ def register_kernel(
     device: str,
     *,
     launch: Callable[..., Any] | None = None,
+    into: Callable[..., None] | None = None,
     supports: Callable[[Op, Module], bool | Refusal] = _always,
     nmse: float = 1e-10,
     priority: int = 0,
@@ -179,7 +181,7 @@ def register_kernel(
 ) -> KernelDef:
     """Add a kernel for an op; registering a name again replaces it."""
     op_def(op)
-    kernel = KernelDef(op, name, device, launch, supports, nmse, priority, fallback)
+    kernel = KernelDef(op, name, device, launch, supports, nmse, priority, fallback, into)
     kept = [k for k in _KERNELS.get(op, []) if k.name != name]
     _KERNELS[op] = sorted([*kept, kernel], key=lambda k: -k.priority)
     return kernel
