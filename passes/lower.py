@@ -19,6 +19,7 @@ from ktgraph.ir.printer import print_op
 from ktgraph.ops.registry import KernelDef, Refusal, kernels_for
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.lanes import crossing, op_device
+from ktgraph.runtime import kernels_gpu
 from ktgraph.runtime.flat import FlatOp, Layouts, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, register_all
 from ktgraph.runtime.native import Trial
@@ -34,6 +35,8 @@ class Lower(Pass):
 
     def run(self, module: Module, ctx: PassContext) -> None:
         register_all()  # ops may have been declared since
+        if module.home not in (None, "cpu") or any(d != "cpu" for d in module.devices):
+            kernels_gpu.register_all()
         ctx.fallbacks.clear()
         for func in module.functions.values():
             _Lowering(module, func, ctx).run()
@@ -75,11 +78,10 @@ class _Lowering:
             self.ctx.note(f"@{self.func.name}: planned, without a kernel to run them yet: {shown}")
 
     def _kernel(self, op: Op) -> str | None:
-        """The best kernel; once bisect's limit is reached, the reference.
-
-        None away from the CPU where no kernel is registered: the op is planned and priced only.
-        """
+        """The best kernel; once bisect's limit is reached, the reference."""
         device, link = op_device(self.module, op), crossing(self.module, op)
+        if link and "cpu" in link.split(" -> "):
+            return kernels_gpu.crossing_kernel(op, self.module)
         if link:
             self.ctx.refused("choose-kernel", op, f"no kernel crosses {link} yet")
             return None
@@ -94,9 +96,6 @@ class _Lowering:
                 return kernel.name
             refusals[kernel.name] = reason
             self.ctx.refused(kernel.name, op, reason)
-        if device != "cpu":
-            self.ctx.refused("choose-kernel", op, f"no kernel of {op.name} for {device} yet")
-            return None
         raise PlanError(
             f"{op.name} has no kernel on {device}: place it elsewhere, or register one\n"
             f"  in: {print_op(op)}"
@@ -108,7 +107,8 @@ class _Lowering:
             return found.reason
         if not found:
             return "supports() said no"
-        return "" if kernel.launch is not None else self._native_refusal(op, kernel)
+        runs_in_python = kernel.launch is not None or kernel.into is not None
+        return "" if runs_in_python else self._native_refusal(op, kernel)
 
     def _native_refusal(self, op: Op, kernel: KernelDef) -> str:
         """What the native engine says to the op's instructions, in every iteration."""

@@ -1,9 +1,11 @@
 """pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
 
+On a GPU only integer weights are packed, in the same tiles: an expert that moves between host and
+GPU is copied as it is.  Dense matrices stay row-major there.
+
 Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
 bf16, int4 and mxfp4 keep their groups, GGUF blocks keep their bits.  Gate and up rows of one MLP
-alternate by tile.  Tables, norms and router gates stay dense, and so does whatever runs on another
-device.
+alternate by tile.  Tables, norms and router gates stay dense.
 
 The encoding also says in which form a kernel takes the rows that it multiplies: `rows=int8` for
 integer weights (dot products run on integer units, with one scale per row and 256 columns),
@@ -41,6 +43,8 @@ _FORMATS = {  # what a weight is stored as -> the tile format of the same values
     **{f: f for f in ("f32", "f16", "bf16", "fp8", "int8", "int4", "int4p", "int4z", "mxfp4")},
     **{f"gguf.{format}": format for format in GGUF_FORMATS},
 }
+_PACKED_ON_GPU = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")
+_GPU_FORMATS = ("int8", "int4", "int4p")  # tile formats that GPU kernels read
 _INTEGERS = ("int8", "int4", "int4z", "mxfp4", *INT8_ROWS_ONLY)  # tile formats
 _ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
 
@@ -57,10 +61,11 @@ class PackWeights(Pass):
     def run(self, module: Module, ctx: PassContext) -> None:
         packed: set[str] = set()
         for op in module.walk():
-            if not _runs_on_cpu(module, op):
+            on_cpu = _runs_on_cpu(module, op)
+            if not on_cpu and op.name not in _PACKED_ON_GPU:
                 continue
             for position, gate_up in _PACKED.get(op.name, {}).items():
-                packed |= _pack(module, ctx, op, position, gate_up)
+                packed |= _pack(module, ctx, op, position, gate_up, on_cpu)
         _stream_packed(module, packed)
         _note_doubles(module, ctx, packed)
 
@@ -70,15 +75,21 @@ def _runs_on_cpu(module: Module, op: Op) -> bool:
     return device.split(":")[0] == "cpu"
 
 
-def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool) -> set[str]:
+def _pack(
+    module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool, on_cpu: bool
+) -> set[str]:
     """Let the op read the packed twin; returns the name of the weight that was packed."""
     ref = op.operand(position)
     if not isinstance(ref, WeightRef):
-        ctx.refused(_RULE, op, f"operand {position} is computed, not stored")
+        if on_cpu:
+            ctx.refused(_RULE, op, f"operand {position} is computed, not stored")
         return set()
     type = module.weight_of(ref).type
     stored = type.encoding or Encoding(type.dtype)
-    rows = _rows(op, stored, exact_rows=ctx.options.activations == "f32")
+    if not on_cpu and not _is_for_gpu(stored):
+        return set()
+    exact_rows = not on_cpu or ctx.options.activations == "f32"
+    rows = _rows(op, stored, exact_rows=exact_rows)
     tile = _tile(stored, gate_up, rows)
     if tile is None:
         if Tile.of(type.encoding) is None:
@@ -94,6 +105,12 @@ def _pack(module: Module, ctx: PassContext, op: Op, position: int, gate_up: bool
         module.add_weight(made)
     op.set_operand(position, reference(made, [ref]))
     return {ref.name}
+
+
+def _is_for_gpu(stored: Encoding) -> bool:
+    """Whether GPU kernels read the encoding in tiles; the others they take as they are, or not."""
+    by_row = stored.name != "int8" or not stored.get("group")
+    return stored.name in _GPU_FORMATS and by_row
 
 
 def _stream_packed(module: Module, packed: set[str]) -> None:

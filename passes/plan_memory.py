@@ -30,10 +30,17 @@ class PlanMemory(Pass):
         tables: list[str] = []
         for func in module.functions.values():
             arena = plan_arena(module, func, phase_sizes(func, ctx.options))
+            func.attrs.pop("away_bytes", None)
             func.attrs.update({k: attr(v) for k, v in arena_attrs(arena).items()})
-            ctx.note(f"@{func.name}: arena {round_size(arena.nbytes)}, {len(arena.places)} buffers")
+            ctx.note(f"@{func.name}: arena {_sizes(arena)}, {len(arena.places)} buffers")
             tables += _table(func, arena)
         ctx.artifacts["memory.txt"] = "\n".join(tables) + "\n"
+
+
+def _sizes(arena: Arena) -> str:
+    """``3 MiB, 1 MiB on cpu``"""
+    away = [f"{round_size(n)} on {device}" for device, n in arena.away.items()]
+    return ", ".join([round_size(arena.nbytes), *away])
 
 
 def _table(func: Function, arena: Arena) -> list[str]:
@@ -43,7 +50,7 @@ def _table(func: Function, arena: Arena) -> list[str]:
     head = [
         f"@{func.name}: at most {sizes.tokens} tokens, {sizes.rows} rows of logits, "
         f"{sizes.batch} sequences",
-        f"  arena {round_size(arena.nbytes)} (without sharing {round_size(sum_of_all)}), "
+        f"  arena {_sizes(arena)} (without sharing {round_size(sum_of_all)}), "
         f"{len(arena.owner)} values written in place",
         *(f"  cache {state}" for state in states),
         f"  {'offset':>12} {'bytes':>12} {'live from':>10} {'to':>6}  value",

@@ -93,7 +93,7 @@ def main() -> int:
         f"bf16 {rate / 1e12:.0f} TFLOP/s (both measured in this run); "
         f"command: python -m bench.gpu_kernels {' '.join(options.names)}".rstrip(),
         "",
-        "| kernel | shape | µs | GB/s | TFLOP/s | of the limit | wanted | torch's time / ours | NMSE |",
+        "| kernel | shape | µs | GB/s | TFLOP/s | of the limit | wanted | torch / ours | NMSE |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)

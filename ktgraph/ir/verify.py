@@ -307,9 +307,14 @@ class _FunctionCheck:
         lo, hi = op.int_attr("lo"), op.int_attr("hi")
         if hi < lo:
             yield Fault(line, f"the range {lo}..{hi} is empty")
+        pending = self.func.attrs.get(COPIES) == PENDING  # values may lie elsewhere until then
         wanted = [a.type for a in op.body.args]
         for what, values in (("carries", op.values), ("yields", op.body.returns)):
-            if [v.type for v in values] != wanted:
+            given = [
+                v.type.on(w.device) if pending else v.type
+                for v, w in zip(values, wanted, strict=False)
+            ]
+            if given != wanted:
                 shown = ", ".join(str(v.type) for v in values)
                 yield Fault(line, f"repeat {what} {shown}, its arguments differ")
         if [r.type for r in op.results] != wanted:

@@ -179,10 +179,10 @@ def register_kernel(
     priority: int = 0,
     fallback: bool = False,
 ) -> KernelDef:
-    """Add a kernel for an op; registering a name again replaces it."""
+    """Add a kernel for an op; registering a name again on the same device replaces it."""
     op_def(op)
     kernel = KernelDef(op, name, device, launch, supports, nmse, priority, fallback, into)
-    kept = [k for k in _KERNELS.get(op, []) if k.name != name]
+    kept = [k for k in _KERNELS.get(op, []) if (k.name, k.device) != (name, device)]
     _KERNELS[op] = sorted([*kept, kernel], key=lambda k: -k.priority)
     return kernel
 

@@ -1,7 +1,9 @@
 """Where values lie in the arena: offsets from liveness over the flat order of ops.
 
 Storages that are never live together share bytes; an elementwise op writes over its dying operand.
-The plan is written as function attributes, so a dump shows it and `parse_arena` reads it back.
+Each device has an arena of its own.  What the host computes for the GPU lives until its answer is
+taken home: the GPU does not wait for the host before that.
+The plan is written as function attributes, so a dump shows it and `read_arena` reads it back.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from itertools import pairwise
 from ktgraph.errors import KtgraphError
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Attr, Function, Module
-from ktgraph.ir.types import DTYPES, TensorType
+from ktgraph.ir.types import DTYPES, TensorType, Type
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten, product
 
@@ -70,6 +72,7 @@ class Place:
     nbytes: int
     first: int
     last: int
+    device: str = ""
 
     @property
     def end(self) -> int:
@@ -78,15 +81,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Arena:
-    """Every storage's place; `owner` maps a root slot to the slot whose storage it writes over."""
+    """Every storage's place; `owner` maps a root slot to the slot whose storage it writes over.
+
+    nbytes: of the home device's arena; away: of the arenas on other devices.
+    """
 
     sizes: PhaseSizes
     nbytes: int
     places: Mapping[str, Place]
     owner: Mapping[str, str] = field(default_factory=dict[str, str])
+    away: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def offset(self, root: str) -> int:
-        """Byte offset of a root slot."""
+        """Byte offset of a root slot, in the arena of its device."""
         return self.places[self.owner.get(root, root)].offset
 
 
@@ -94,15 +101,24 @@ def plan_arena(module: Module, func: Function, sizes: PhaseSizes) -> Arena:
     """Place every storage of a function."""
     flat = flatten(module, func)
     layouts = Layouts(flat)
-    lives = _Lives(flat, layouts)
+    home = module.home or "cpu"
+    lives = _Lives(flat, layouts, home)
     bindings = sizes.bindings(module)
-    wanted = [
-        Place(name, 0, slot_nbytes(lives.slots[name], bindings), *lives.span[name])
-        for name in lives.span
-    ]
-    places = _pack(wanted)
-    total = max((p.end for p in places), default=0)
-    return Arena(sizes, total, {p.slot: p for p in places}, lives.owner)
+    wanted: dict[str, list[Place]] = {home: []}
+    for name, span in lives.span.items():
+        slot = lives.slots[name]
+        device = slot.type.device or home
+        place = Place(name, 0, slot_nbytes(slot, bindings), *span, device)
+        wanted.setdefault(device, []).append(place)
+    places = {device: _pack(items) for device, items in wanted.items()}
+    totals = {device: max((p.end for p in made), default=0) for device, made in places.items()}
+    placed = {p.slot: p for made in places.values() for p in made}
+    return Arena(sizes, totals.pop(home), placed, lives.owner, totals)
+
+
+def is_value(type: Type) -> bool:
+    """Whether values of the type lie in an arena: plain tensors; streamed weights have buffers."""
+    return isinstance(type, TensorType) and type.encoding is None
 
 
 def slot_nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
@@ -117,8 +133,9 @@ def slot_nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
 class _Lives:
     """First and last op of every storage: arguments from op -1, returned values to the end."""
 
-    def __init__(self, flat: FlatFunction, layouts: Layouts) -> None:
+    def __init__(self, flat: FlatFunction, layouts: Layouts, home: str) -> None:
         self.layouts = layouts
+        self.home = home
         self.slots: dict[str, Slot] = {}
         self.span: dict[str, tuple[int, int]] = {}
         self.owner: dict[str, str] = {}
@@ -140,10 +157,26 @@ class _Lives:
         for slot in flat.returns:
             if isinstance(slot.type, TensorType):
                 last[self.layouts.view(slot).root.name] = len(flat.ops)
+        self._keep_until_answered(flat, last)
         return last
 
+    def _keep_until_answered(self, flat: FlatFunction, last: dict[str, int]) -> None:
+        """What an op away from home reads lives as long as what it makes."""
+        for step in reversed(flat.ops):
+            made = [r for r in step.results if is_value(r.type)]
+            if not any(self._is_away(r.type) for r in made):
+                continue
+            end = max(last.get(self.layouts.view(r).root.name, -1) for r in made)
+            for slot in step.slots:
+                if self._is_away(slot.type) and is_value(slot.type):
+                    root = self.layouts.view(slot).root.name
+                    last[root] = max(last[root], end)
+
+    def _is_away(self, type: Type) -> bool:
+        return (type.device or self.home) != self.home
+
     def _begin(self, slot: Slot, position: int, last: Mapping[str, int]) -> None:
-        if isinstance(slot.type, TensorType):
+        if is_value(slot.type):
             self.slots[slot.name] = slot
             self.span[slot.name] = (position, last.get(slot.name, position))
 
@@ -214,6 +247,7 @@ def arena_attrs(arena: Arena) -> dict[str, object]:
         "max_rows": sizes.rows,
         "max_batch": sizes.batch,
         "arena_bytes": arena.nbytes,
+        **({"away_bytes": tuple(f"{d}={n}" for d, n in arena.away.items())} if arena.away else {}),
         "buffers": tuple(entries),
         "in_place": tuple(_owner_entries(arena.owner)),
     }
@@ -269,7 +303,11 @@ def read_arena(func: Function) -> Arena:
         name, _, target = entry.partition("=")
         for slot in _expand(name):
             owner[slot] = _target(slot, target, places)
-    return Arena(sizes, _integer(func, "arena_bytes"), places, owner)
+    away: dict[str, int] = {}
+    for entry in _texts(func, "away_bytes") if "away_bytes" in func.attrs else ():
+        device, _, nbytes = entry.rpartition("=")
+        away[device] = int(nbytes)
+    return Arena(sizes, _integer(func, "arena_bytes"), places, owner, away)
 
 
 def _target(slot: str, target: str, places: Mapping[str, Place]) -> str:
@@ -311,6 +349,7 @@ __all__ = [
     "Place",
     "PlanError",
     "arena_attrs",
+    "is_value",
     "max_q",
     "phase_sizes",
     "plan_arena",

@@ -218,14 +218,26 @@ def row_nbytes(types: Sequence[StateType], layers: Mapping[str, int]) -> int:
 
 
 def allocate_states(
-    types: Sequence[StateType], layers: Mapping[str, int], rows: int
+    types: Sequence[StateType],
+    layers: Mapping[str, int],
+    rows: int,
+    places: Mapping[str, torch.device] | None = None,
+    home: str = "cpu",
 ) -> list[InPlaceState]:
-    """Uninitialised memory of every state; parts are [layers, rows, *row]."""
+    """Uninitialised memory of every state; parts are [layers, rows, *row].
+
+    places: torch's device of each device name; by default everything lies on the CPU.
+    """
     found: list[InPlaceState] = []
     for type in types:
         count = type.layers.at(layers)
+        place = (places or {}).get(type.device or home, torch.device("cpu"))
         parts = [
-            torch.empty([count, rows, *(d.const() for d in p.dims[1:])], dtype=torch_dtype(p.dtype))
+            torch.empty(
+                [count, rows, *(d.const() for d in p.dims[1:])],
+                dtype=torch_dtype(p.dtype),
+                device=place,
+            )
             for p in type.parts
         ]
         found.append(InPlaceState(tuple(parts)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ktgraph.ir.dims import Dim
@@ -21,7 +22,8 @@ from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, launcher, op_line
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.steps import StepArrays
 
 
 class ExecutionError(RuntimeError):
@@ -67,15 +69,35 @@ class Executor:
         self.weights = weights
         self.states = list(states)
         self.shape = shape
-        self.arena = torch.empty(plan.arena_nbytes + 64, dtype=torch.uint8)
+        self.arena = torch.empty(plan.arena_nbytes("cpu") + 64, dtype=torch.uint8)
         self.trace: list[TraceEvent] | None = None  # a list here makes runs timed
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
-        self.engine: Any = _engine(threads) if needs_native else None
+        self.engine: Any = start_engine(threads) if needs_native else None
         self._phases = {p.name: _BoundPhase(self, p) for p in plan.phases}
+        self._ports = {p.name: _Port(self, p) for p in plan.phases}
+        self._batch = _native_batch() if needs_native else None
 
     @property
     def threads(self) -> int:
         return int(self.engine.threads) if self.engine is not None else 1
+
+    def call(self, phase: str, ids: list[int], step: StepArrays) -> torch.Tensor:
+        """Run one phase on a call; f32[rows, VOC] in memory of its own.
+
+        Raises ExecutionError when an op fails.
+        """
+        port = self._ports[phase]
+        port.ids[: step.tokens] = ids
+        if self._batch is not None:
+            step.give_to(self._batch)
+        page_size = self.shape.page_size
+        self.run(
+            phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
+        )
+        return logits_as_f32(port.logits[: step.rows])
+
+    def close(self) -> None:
+        """Nothing is held but memory and idle threads."""
 
     def run(self, phase: str, call: CallSizes) -> None:
         """Run one phase on what lies in its argument buffers."""
@@ -131,7 +153,8 @@ class Executor:
         return self.states[argument_slots(phase)[1].index(use.argument)]
 
 
-def _engine(threads: int) -> Any:
+def start_engine(threads: int) -> Any:
+    """The CPU engine; its threads live as long as it does."""
     from ktgraph.cpu_kernels import load_native
 
     return load_native().Engine(threads)
@@ -139,6 +162,36 @@ def _engine(threads: int) -> Any:
 
 def _at(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
     return [d.at(sizes) for d in dims]
+
+
+class _Port:
+    """Where a phase's token ids go in and its logits come out."""
+
+    def __init__(self, executor: Executor, phase: PhasePlan) -> None:
+        sizes = phase.arena.sizes
+        self.ids = executor.window(phase.name, ids_slot(phase), sizes.tokens, sizes.rows).numpy()
+        slot = next(s for s in phase.flat.returns if isinstance(s.type, TensorType))
+        self.logits = executor.window(phase.name, slot, sizes.tokens, sizes.rows)
+
+
+def logits_as_f32(logits: torch.Tensor) -> torch.Tensor:
+    """Logits as f32 in memory of their own, by one thread.
+
+    torch would copy 32,768 numbers or more on OpenMP threads, which then spin for milliseconds on
+    the CPUs of the engine's threads: every decode step would wait for the scheduler's tick.
+    """
+    if logits.dtype == torch.float32:
+        return torch.as_tensor(logits.numpy().copy())
+    if logits.dtype == torch.float16:
+        return torch.as_tensor(logits.numpy().astype(np.float32))
+    bits = logits.view(torch.uint16).numpy().astype(np.uint32) << 16
+    return torch.as_tensor(bits.view(np.float32))
+
+
+def _native_batch() -> Any:
+    from ktgraph.cpu_kernels import load_native
+
+    return load_native().Batch()
 
 
 class _BoundPhase:
@@ -184,7 +237,7 @@ class _BoundPhase:
     def _python_call(self, item: Instruction) -> Segment:
         """The op's reference, or a launcher with the reference's signature."""
         step = self.phase.step(item)
-        launch = launcher(step.op, item.kernel)
+        launch = kernel_of(step.op, item.kernel, "cpu").launch
         assert launch is not None
         full = op_def(step.op.name).signature.full_attrs(step.op.attrs)
         count = len(step.operands)
@@ -254,4 +307,12 @@ def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": rows}
 
 
-__all__ = ["CallSizes", "ExecutionError", "Executor", "TraceEvent", "chrome_trace"]
+__all__ = [
+    "CallSizes",
+    "ExecutionError",
+    "Executor",
+    "TraceEvent",
+    "chrome_trace",
+    "logits_as_f32",
+    "start_engine",
+]

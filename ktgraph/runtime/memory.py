@@ -58,7 +58,7 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     terms = [
         *_weight_terms(plan.uses()),
         Term("cache", f"{cache.rows} rows of {_row(plan)} bytes", cache.rows * _row(plan)),
-        Term("activations", f"arena for {_tokens(plan)} tokens a call", plan.arena_nbytes),
+        Term("activations", f"arena for {_tokens(plan)} tokens a call", plan.arena_nbytes("cpu")),
         Term(
             "workspace",
             f"kernels' scratch, {threads} threads, texts of {kv} rows",

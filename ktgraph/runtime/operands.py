@@ -29,14 +29,15 @@ class WeightUse:
     index: int | None
     form: WeightForm
     type: TensorType
+    device: str = "cpu"  # where the instruction that reads it runs
 
     @property
     def key(self) -> str:
-        """``layers[3].q_proj:tile``: unique within a plan."""
+        """``layers[3].q_proj:tile``: unique within a plan; ``…:stored@cuda:0`` off the CPU."""
         name = self.ref.name
         if self.index is not None:
             name = name.replace("[]", f"[{self.index}]", 1)
-        return f"{name}:{self.form}"
+        return f"{name}:{self.form}" + (f"@{self.device}" if self.device != "cpu" else "")
 
     @property
     def tile(self) -> Tile:
@@ -96,7 +97,8 @@ OperandRef = TensorRef | WeightUse | StateUse | BatchUse | None
 class Instruction:
     """A kernel call.  `step` is the op of the flat order that it does, or does a part of.
 
-    `attrs` are what the native kernel gets; a fallback reads the op's own when it runs.
+    `attrs` are what the native kernel gets; a fallback reads the op's own when it runs.  Of GPU
+    and Python kernels, `operands` are the op's operands, then its results.
     """
 
     kernel: str
@@ -104,15 +106,27 @@ class Instruction:
     attrs: Mapping[str, Any]
     step: int
     is_native: bool
+    device: str = "cpu"
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether it runs an op's torch reference."""
+        return self.kernel == "torch.reference"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it takes its turn on a GPU's stream."""
+        return self.device != "cpu"
 
 
 class Operands:
     """Reads one flat op's operands, results and attributes for an emitter."""
 
-    def __init__(self, module: Module, layouts: Layouts, step: FlatOp) -> None:
+    def __init__(self, module: Module, layouts: Layouts, step: FlatOp, device: str = "cpu") -> None:
         self.module = module
         self.layouts = layouts
         self.step = step
+        self.device = device
         self._attrs = op_def(step.op.name).signature.full_attrs(step.op.attrs)
 
     def __getitem__(self, position: int) -> OperandRef:
@@ -140,7 +154,8 @@ class Operands:
         if not isinstance(found, FlatWeight):
             return self[position]
         type = self.module.weight_of(found.ref).type
-        return WeightUse(found.ref, found.index, form, type.subst(dict(self.module.dims)))
+        dims = dict(self.module.dims)
+        return WeightUse(found.ref, found.index, form, type.subst(dims), self.device)
 
     def pick(self, *names: str, **more: Any) -> dict[str, Any]:
         """Attributes by name, and others."""

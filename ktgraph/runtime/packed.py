@@ -44,6 +44,7 @@ class LoadedWeights:
     def __init__(self, tensors: Mapping[str, torch.Tensor], owner: object = None) -> None:
         self.tensors = dict(tensors)
         self._owner = owner
+        self._packed: dict[str, Any] = {}  # what kernels of a GPU take, by key
 
     @property
     def nbytes(self) -> int:
@@ -56,21 +57,34 @@ class LoadedWeights:
             return native_weight(use, found.data_ptr(), found.nbytes)
         return native_dense(use, found.data_ptr())
 
+    def on_gpu(self, use: WeightUse, packed: Callable[[torch.Tensor, WeightUse], Any]) -> Any:
+        """The tensor of a dense weight, or what `packed` makes of the bytes of a packed one."""
+        if use.form != "tile":
+            return self.tensors[use.key]
+        if use.key not in self._packed:
+            self._packed[use.key] = packed(self.tensors[use.key], use)
+        return self._packed[use.key]
+
     def value(self, use: WeightUse) -> torch.Tensor:
         """The dense tensor of a weight that a torch reference reads."""
         return self.tensors[use.key]
 
 
 def load_weights(
-    uses: Sequence[WeightUse], evaluator: WeightEvaluator, threads: int = 1
+    uses: Sequence[WeightUse],
+    evaluator: WeightEvaluator,
+    threads: int = 1,
+    gpu: torch.device | None = None,
 ) -> LoadedWeights:
-    """Evaluate and pack every weight.
+    """Evaluate and pack every weight; those that a GPU's ops read go to `gpu`, one at a time.
 
     Raises WeightError or WeightSourceError naming a weight that the source does not have.
     """
     total = sum(map(use_nbytes, uses))
     with _progress(total) as advance:
-        return LoadedWeights(dict(_load_all(uses, evaluator, threads, advance)))
+        made = _load_all(uses, evaluator, threads, advance)
+        on_gpu = {u.key for u in uses if u.device != "cpu"}
+        return LoadedWeights({k: t.to(gpu) if k in on_gpu else t for k, t in made})
 
 
 def _load_all(

@@ -8,17 +8,27 @@ the fallback `torch.reference`, ends a segment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
 from ktgraph.ir.types import BatchType, StateType, TensorType
-from ktgraph.ops.registry import kernels_for
-from ktgraph.runtime.arena import ALIGN, Arena, PlanError, max_q, read_arena, slot_nbytes
-from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten
-from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, emitter
+from ktgraph.ops.registry import KernelDef, kernels_for
+from ktgraph.placement.graph import CPU
+from ktgraph.placement.lanes import CROSSING, op_device
+from ktgraph.runtime import kernels_gpu
+from ktgraph.runtime.arena import (
+    ALIGN,
+    Arena,
+    PlanError,
+    is_value,
+    max_q,
+    read_arena,
+    slot_nbytes,
+)
+from ktgraph.runtime.flat import FlatFunction, FlatOp, FlatWeight, Layouts, Slot, flatten
+from ktgraph.runtime.kernels_cpu import VIEW, emitter
 from ktgraph.runtime.operands import (
     BatchUse,
     Instruction,
@@ -26,8 +36,10 @@ from ktgraph.runtime.operands import (
     Operands,
     StateUse,
     TensorRef,
+    WeightForm,
     WeightUse,
 )
+from ktgraph.weights.encodings import Tile
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,12 @@ class PhasePlan:
     @property
     def fallbacks(self) -> list[Instruction]:
         """Instructions that run an op's torch reference."""
-        return [i for i in self.instructions if i.kernel == REFERENCE]
+        return [i for i in self.instructions if i.is_fallback]
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether any of it runs on a GPU."""
+        return any(i.on_gpu for i in self.instructions)
 
     @property
     def is_native(self) -> bool:
@@ -110,9 +127,22 @@ class Plan:
         return [a.type for a in self.phases[0].flat.args if isinstance(a.type, StateType)]
 
     @property
-    def arena_nbytes(self) -> int:
-        """The phases run one at a time and share one arena."""
-        return max((p.arena.nbytes for p in self.phases), default=0)
+    def home(self) -> str:
+        """The device of what the IR prints no device for."""
+        return self.module.home or "cpu"
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether any phase runs on a GPU, wholly or in part."""
+        return any(p.uses_gpu for p in self.phases)
+
+    def arena_nbytes(self, device: str) -> int:
+        """The phases run one at a time and share one arena on each device."""
+        sizes = [
+            p.arena.nbytes if device == self.home else p.arena.away.get(device, 0)
+            for p in self.phases
+        ]
+        return max(sizes, default=0)
 
     def text(self) -> str:
         """Every instruction with its operands' places: the file plan.txt of a dump."""
@@ -120,20 +150,15 @@ class Plan:
 
 
 def why_not_runnable(module: Module) -> str:
-    """Why the module cannot run here: ops on other devices than the CPU; empty when it can."""
-    home = module.home or "cpu"
-    devices = Counter(
-        device
-        for op in module.walk()
-        if op.body is None
-        and (device := next((r.type.device for r in op.results if r.type.device), home)) != "cpu"
-    )
-    if not devices:
+    """Why no machine can run the module as it is: ops without a kernel; empty when it can run."""
+    without = Counter(op.name for op in module.walk() if op.body is None and op.via is None)
+    if not without:
         return ""
-    shown = ", ".join(f"{count} ops on {name}" for name, count in sorted(devices.items()))
+    shown = ", ".join(f"{name} x {count}" for name, count in sorted(without.items()))
     return (
-        f"@{module.name} is placed for a machine with a GPU ({shown}): this version plans such a "
-        'module (ktgraph dump, explain) but cannot run it yet; compile with target="cpu"'
+        f"@{module.name} is planned, and can be priced and drawn, but not run: these ops have no "
+        f"kernel where they are placed: {shown}. Place them elsewhere with rules=, or compile with "
+        'target="cpu"'
     )
 
 
@@ -160,34 +185,46 @@ def instructions_of(
         if position not in layouts.aliases:
             raise PlanError(f"the strides do not allow a view\n  in: {step.op}")
         return []
-    operands = Operands(module, layouts, step)
-    if launcher(step.op, via) is not None:
-        return [_python_call(operands, via, position)]
+    device = op_device(module, step.op)
+    operands = Operands(module, layouts, step, device)
+    if step.op.name in CROSSING:
+        return [_call(operands, via, position, module.home or CPU)]
+    kernel = kernel_of(step.op, via, device)
+    if kernel.into is not None or kernel.launch is not None:
+        return [_call(operands, via, position, device)]
     emit = emitter(step.op.name, via)
     return [
         Instruction(via, tuple(given), attrs, position, True) for given, attrs in emit(operands)
     ]
 
 
-def launcher(op: Op, via: str) -> Callable[..., Any] | None:
-    """The Python function of a kernel; None for one of the native engine.
-
-    Raises PlanError for a kernel that is not registered.
-    """
-    for kernel in kernels_for(op.name):
+def kernel_of(op: Op, via: str, device: str) -> KernelDef:
+    """The registered kernel of an op on a device; raises PlanError where there is none."""
+    if device != CPU:
+        kernels_gpu.register_all()
+    for kernel in kernels_for(op.name, device):
         if kernel.name == via:
-            return kernel.launch
+            return kernel
     raise PlanError(
-        f"kernel {via} is not registered for {op.name}: was the plan made by another version, or "
-        f"is a plug-in missing?\n  in: {op}"
+        f"kernel {via} is not registered for {op.name} on {device}: was the plan made by another "
+        f"version, or is a plug-in missing?\n  in: {op}"
     )
 
 
-def _python_call(operands: Operands, via: str, position: int) -> Instruction:
+def _call(operands: Operands, via: str, position: int, device: str) -> Instruction:
+    """A call with the op's operands, then its results; weights as they are stored, on a GPU."""
     step = operands.step
-    given = [operands.weight(i, "value") for i in range(len(step.operands))]
+    given = [operands.weight(i, _form(operands, i)) for i in range(len(step.operands))]
     results = [operands.result(i) for i in range(len(step.results))]
-    return Instruction(via, (*given, *results), {}, position, False)
+    return Instruction(via, (*given, *results), {}, position, False, device)
+
+
+def _form(operands: Operands, position: int) -> WeightForm:
+    found = operands.step.operand(position)
+    if operands.device == CPU or not isinstance(found, FlatWeight):
+        return "value"
+    encoding = operands.module.weight_of(found.ref).type.encoding
+    return "stored" if Tile.of(encoding) is None else "tile"
 
 
 def _check_places(module: Module, func: Function, layouts: Layouts, arena: Arena) -> None:
@@ -195,7 +232,7 @@ def _check_places(module: Module, func: Function, layouts: Layouts, arena: Arena
 
     The text may have been edited by hand or come from a file: native code trusts these numbers.
     """
-    roots = {view.root.name: view.root for view in layouts.views.values()}
+    roots = {v.root.name: v.root for v in layouts.views.values() if is_value(v.root.type)}
     bindings = arena.sizes.bindings(module)
     for name, slot in sorted(roots.items()):
         place = arena.places.get(arena.owner.get(name, name))
@@ -204,11 +241,13 @@ def _check_places(module: Module, func: Function, layouts: Layouts, arena: Arena
                 f"@{func.name}: %{name} has no buffer: run plan-memory after the last rewrite"
             )
         needed = slot_nbytes(slot, bindings)
-        inside = place.offset >= 0 and place.offset + needed <= arena.nbytes
+        at_home = (slot.type.device or module.home) == module.home
+        total = arena.nbytes if at_home else arena.away.get(slot.type.device or "", 0)
+        inside = place.offset >= 0 and place.offset + needed <= total
         if not inside or place.offset % ALIGN or place.nbytes < needed:
             raise PlanError(
                 f"@{func.name}: %{name} needs {needed} bytes, but its buffer is {place.nbytes} "
-                f"bytes at {place.offset} of an arena of {arena.nbytes}: run plan-memory again"
+                f"bytes at {place.offset} of an arena of {total}: run plan-memory again"
             )
 
 
@@ -269,14 +308,28 @@ def argument_slots(phase: PhasePlan) -> tuple[list[Slot], list[int], list[int]]:
     return tensors, states, batches
 
 
+def ids_slot(phase: PhasePlan) -> Slot:
+    """The token ids of a causal language model; raises PlanError for anything else."""
+    tensors, states, batches = argument_slots(phase)
+    ids = [s for s in tensors if isinstance(s.type, TensorType) and s.type.dtype in ("i32", "i64")]
+    if len(tensors) == len(ids) == len(batches) == 1 and states:
+        return ids[0]
+    shown = ", ".join(f"%{a.name}: {a.type}" for a in phase.flat.args)
+    raise PlanError(
+        f"@{phase.name}({shown}) is no causal language model: expected token ids, a batch and "
+        "caches. Run it with the interpreter"
+    )
+
+
 __all__ = [
     "PhasePlan",
     "Plan",
     "PlanError",
     "TensorRef",
     "argument_slots",
+    "ids_slot",
     "instructions_of",
-    "launcher",
+    "kernel_of",
     "op_line",
     "plan_phase",
     "why_not_runnable",

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +20,14 @@ from ktgraph.ir.types import BatchType, StateType, TensorType
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
-from ktgraph.runtime.executor import CallSizes, Executor, TraceEvent, chrome_trace
-from ktgraph.runtime.flat import Slot
+from ktgraph.runtime.executor import Executor, TraceEvent, chrome_trace
+from ktgraph.runtime.gpu.cuda import CudaDevice
+from ktgraph.runtime.gpu.device import GpuDevice
+from ktgraph.runtime.gpu.executor import GpuExecutor
+from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
 from ktgraph.runtime.packed import LoadedWeights, load_weights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots
+from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.steps import CallLimits, Piece, StepArrays, schedule
 from ktgraph.target.probe import probe_memory
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -188,15 +190,13 @@ class PagedRunner(ABC):
 
 
 class Runner(PagedRunner):
-    """Runs a plan on this machine."""
+    """Runs a plan on this machine: on its CPU, or on a GPU and the CPU."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor | GpuExecutor) -> None:
         plan = executor.plan
         phases = {p.name: _limits(p.arena.sizes, p.max_q) for p in plan.phases}
         super().__init__(plan.module, executor.shape, phases)
         self.executor = executor
-        self._ports = {p.name: _Port(executor, p) for p in plan.phases}
-        self._batch = _native_batch() if executor.engine is not None else None
 
     @staticmethod
     def load(
@@ -213,15 +213,28 @@ class Runner(PagedRunner):
         """
         plan = Plan.build(module)
         count = worker_threads(options, threads)
+        device = gpu_device(plan)
         shape = fit_cache(plan, options, count)
         evaluator = WeightEvaluator(module, source, cache_nbytes=0)
-        return Runner.bind(plan, load_weights(plan.uses(), evaluator, count), shape, count)
+        weights = load_weights(plan.uses(), evaluator, count, gpu=torch_device(device))
+        return Runner.bind(plan, weights, shape, count, device)
 
     @staticmethod
-    def bind(plan: Plan, weights: LoadedWeights, shape: CacheShape, threads: int) -> Runner:
-        """A runner over weights that are loaded already."""
-        states = allocate_states(plan.states, plan.module.dims, shape.rows)
-        return Runner(Executor(plan, weights, states, shape, threads))
+    def bind(
+        plan: Plan,
+        weights: LoadedWeights,
+        shape: CacheShape,
+        threads: int,
+        device: GpuDevice | None = None,
+    ) -> Runner:
+        """A runner over weights that are loaded already; `device` for a plan that uses a GPU."""
+        places = {"cpu": torch.device("cpu")}
+        if device is not None:
+            places[plan.home] = device.torch_device
+        states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
+        if device is None:
+            return Runner(Executor(plan, weights, states, shape, threads))
+        return Runner(GpuExecutor(plan, device, weights, states, shape, threads))
 
     @property
     def plan(self) -> Plan:
@@ -245,50 +258,7 @@ class Runner(PagedRunner):
         return events
 
     def _call(self, phase: str, ids: list[int]) -> Tensor:
-        step, port = self._step, self._ports[phase]
-        port.ids[: step.tokens] = ids
-        if self._batch is not None:
-            step.give_to(self._batch)
-        call = CallSizes(step.tokens, step.rows, self._batch, self._torch_batch)
-        self.executor.run(phase, call)
-        return _copied(port.logits[: step.rows])
-
-    def _torch_batch(self) -> Any:
-        return self._step.as_batch(self.page_size)
-
-
-class _Port:
-    """Where a phase's token ids go in and its logits come out."""
-
-    def __init__(self, executor: Executor, phase: PhasePlan) -> None:
-        sizes = phase.arena.sizes
-        self.ids = executor.window(phase.name, _ids_slot(phase), sizes.tokens, sizes.rows).numpy()
-        slot = next(s for s in phase.flat.returns if isinstance(s.type, TensorType))
-        self.logits = executor.window(phase.name, slot, sizes.tokens, sizes.rows)
-
-
-def _copied(logits: Tensor) -> Tensor:
-    """Logits as f32 in memory of their own, by one thread.
-
-    torch would copy 32,768 numbers or more on OpenMP threads, which then spin for milliseconds on
-    the CPUs of the engine's threads: every decode step would wait for the scheduler's tick.
-    """
-    if logits.dtype == torch.float32:
-        return torch.as_tensor(logits.numpy().copy())
-    bits = logits.view(torch.uint16).numpy().astype(np.uint32) << 16
-    return torch.as_tensor(bits.view(np.float32))
-
-
-def _ids_slot(phase: PhasePlan) -> Slot:
-    tensors, states, batches = argument_slots(phase)
-    ids = [s for s in tensors if isinstance(s.type, TensorType) and s.type.dtype in ("i32", "i64")]
-    if len(tensors) == len(ids) == len(batches) == 1 and states:
-        return ids[0]
-    shown = ", ".join(f"%{a.name}: {a.type}" for a in phase.flat.args)
-    raise PlanError(
-        f"@{phase.name}({shown}) is no causal language model: expected token ids, a batch and "
-        "caches. Run it with the interpreter"
-    )
+        return self.executor.call(phase, ids, self._step)
 
 
 def _vocabulary(module: Module, func: Function) -> int:
@@ -303,10 +273,28 @@ def _limits(sizes: PhaseSizes, bound: int | None) -> CallLimits:
     return CallLimits(sizes.tokens, sizes.batch, sizes.rows, most)
 
 
-def _native_batch() -> Any:
-    from ktgraph.cpu_kernels import load_native
+def gpu_device(plan: Plan) -> GpuDevice | None:
+    """The GPU that a plan runs on, real or simulated; None for a plan of the CPU alone.
 
-    return load_native().Batch()
+    Raises PlanError where the plan needs a GPU that is not here.
+    """
+    if not plan.uses_gpu:
+        return None
+    kind = plan.module.devices.get(plan.home, {}).get("kind")
+    if kind == "simulated":
+        return SimulatedDevice()
+    if not torch.cuda.is_available():
+        raise PlanError(
+            f"@{plan.module.name} is placed on {plan.home}, and torch sees no CUDA device here: it "
+            'can be priced and drawn (ktgraph dump, explain). Compile with target="cpu" to run on '
+            'this machine, or with target=kt.hybrid(gpu="simulated") to try the hybrid path'
+        )
+    return CudaDevice(int(plan.home.partition(":")[2] or 0))
+
+
+def torch_device(device: GpuDevice | None) -> torch.device:
+    """Where the weights of the GPU's ops lie."""
+    return torch.device("cpu") if device is None else device.torch_device
 
 
 def worker_threads(options: CompileOptions, threads: int | None) -> int:

@@ -40,7 +40,7 @@ def test_bytes_from_types_are_those_loaded(name: str, quantize: str | None) -> N
     assert need.of("weights") == executor.weights.nbytes
     states = sum(part.nbytes for state in executor.states for part in state.parts)
     assert need.of("cache") == states
-    assert need.of("activations") == executor.plan.arena_nbytes
+    assert need.of("activations") == executor.plan.arena_nbytes("cpu")
     for use in executor.plan.uses():
         assert executor.weights.tensors[use.key].nbytes == use_nbytes(use)
 
@@ -51,12 +51,13 @@ def test_bytes_from_types_are_those_loaded(name: str, quantize: str | None) -> N
 def test_scratch_covers_every_call(name: str, context: int, threads: int) -> None:
     """The engine is asked for every size of call; the need is the largest answer, not less."""
     runner = make_pair(name, max_tokens=37).runner
+    executor: Any = runner.executor
     shape = CacheShape(4, context // 4 * OPTIONS.max_batch, context)
     told = memory_need(runner.plan, shape, threads).of("workspace")
     calls = [
         native.scratch(t, min(t, phase.arena.sizes.rows), q, min(t, new), context, threads)
         for phase in runner.plan.phases
-        for native in runner.executor.native_plans(phase.name)
+        for native in executor.native_plans(phase.name)
         for new in [min(phase.max_q or 37, phase.arena.sizes.tokens)]
         for q in range(1, phase.arena.sizes.batch + 1)
         for t in range(q, phase.arena.sizes.tokens + 1)

@@ -18,9 +18,10 @@ LIMIT = 1e-12  # NMSE in float32
 
 
 def test_a_call_of_a_native_plan_is_one_native_call(mla: Pair) -> None:
+    executor: Any = mla.runner.executor
     for phase in mla.runner.plan.phases:
         assert not phase.fallbacks
-        assert mla.runner.executor.segments(phase.name) == 1
+        assert executor.segments(phase.name) == 1
 
 
 def test_whole_ragged_prompts(pair: Pair) -> None:
@@ -101,10 +102,13 @@ def test_truncate_goes_back(mla: Pair) -> None:
 
 def test_phase_follows_the_longest_request(mla: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    run = mla.runner.executor.run
-    monkeypatch.setattr(
-        mla.runner.executor, "run", lambda name, call: (called.append(name), run(name, call))
-    )
+    call = mla.runner.executor.call
+
+    def noted(name: str, ids: list[int], step: Any) -> torch.Tensor:
+        called.append(name)
+        return call(name, ids, step)
+
+    monkeypatch.setattr(mla.runner.executor, "call", noted)
     a, b = mla.open(), mla.open()
     mla.runner.forward([(a, [1]), (b, [2, 3])])
     mla.runner.forward([(a, [1]), (b, [2])])
@@ -123,16 +127,16 @@ def test_a_failed_call_leaves_no_trace(
     mla.forward([(seq, texts[0]), (other, texts[1])])
     free = runner.sequences.pool.free
     calls: list[int] = []
-    run = runner.executor.run
+    call = runner.executor.call
 
-    def failing(name: str, call: Any) -> None:
+    def failing(name: str, ids: list[int], step: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 3:
             raise error
-        run(name, call)
+        return call(name, ids, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.executor, "run", failing)
+        patch.setattr(runner.executor, "call", failing)
         with pytest.raises(error):
             runner.forward([(other, [7]), (seq, prompts(50)[0])])
     assert [runner.length(seq), runner.length(other)] == [5, 3]
@@ -143,7 +147,7 @@ def test_a_failed_call_leaves_no_trace(
 def test_a_second_caller_is_told(mla: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, errors = mla.runner, list[BaseException]()
     a, b = mla.open(), mla.open()
-    run = runner.executor.run
+    call = runner.executor.call
 
     def second() -> None:
         try:
@@ -151,14 +155,14 @@ def test_a_second_caller_is_told(mla: Pair, monkeypatch: pytest.MonkeyPatch) -> 
         except RunnerBusyError as error:
             errors.append(error)
 
-    def meanwhile(name: str, call: Any) -> None:
+    def meanwhile(name: str, ids: list[int], step: Any) -> torch.Tensor:
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
-        run(name, call)
+        return call(name, ids, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.executor, "run", meanwhile)
+        patch.setattr(runner.executor, "call", meanwhile)
         runner.forward([(a, [1])])
     assert len(errors) == 1
     assert (runner.length(a), runner.length(b)) == (1, 0)

@@ -1,0 +1,1 @@
+"""Running plans that use a GPU: devices (CUDA and simulated), mailboxes, the executor."""

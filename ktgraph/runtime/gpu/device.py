@@ -1,0 +1,106 @@
+"""What the executor asks of a GPU: memory, steps in the order of a stream, capture, hand-overs.
+
+A *step* is a function without arguments that starts one piece of work on the stream.  `CudaDevice`
+is a real GPU; `simulated.SimulatedDevice` keeps the same rules on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktgraph.ops.registry import KernelDef, OpDef
+from ktgraph.runtime.operands import WeightUse
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch: operands in the op's order, a tensor per result (None for a state)."""
+
+    definition: OpDef
+    kernel: KernelDef
+    operands: Sequence[Any]
+    out: tuple[torch.Tensor | None, ...]
+    attrs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Words of one hand-over.  request, reply: int32[1] that both sides see; arrived: on the GPU.
+
+    call: address of the engine's prepared call, for devices that hand over by host functions.
+    """
+
+    request: torch.Tensor
+    reply: torch.Tensor
+    arrived: torch.Tensor
+    call: int = 0
+
+
+class GpuDevice(ABC):
+    """One GPU with a main stream, on which steps run in order, and a stream for copies."""
+
+    torch_device: torch.device
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] in the GPU's memory."""
+
+    @abstractmethod
+    def host(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] of host memory that the GPU reads and writes too."""
+
+    @abstractmethod
+    def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:
+        """What kernels take for a packed weight whose bytes lie in the GPU's memory."""
+
+    @abstractmethod
+    def kernel(self, call: KernelCall) -> Step:
+        """A step that launches a kernel."""
+
+    @abstractmethod
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Step:
+        """A step that copies between the GPU and memory of `host`, or inside the GPU."""
+
+    @abstractmethod
+    def post(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
+    ) -> Step:
+        """A step that copies operands to the host and raises the box's request."""
+
+    @abstractmethod
+    def receive(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
+    ) -> Step:
+        """A step that waits for the box's reply, takes the answers, and lowers the reply."""
+
+    @abstractmethod
+    def run(self, steps: Sequence[Step]) -> None:
+        """Start steps, in order, behind what was started before; does not wait for them."""
+
+    @abstractmethod
+    def capture(self, steps: Sequence[Step]) -> Step:
+        """One step that does all of them again whenever it is run."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether everything that was started has ended."""
+
+    def finish(self, look: Callable[[], object], patience: float) -> bool:
+        """Wait until all is done, calling `look` now and then; False after `patience` seconds."""
+        end = time.perf_counter() + patience
+        while not self.is_done():
+            if time.perf_counter() > end:
+                return False
+            look()
+        return True
+
+
+__all__ = ["GpuDevice", "KernelCall", "Mailbox", "Step"]

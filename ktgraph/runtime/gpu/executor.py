@@ -1,0 +1,401 @@
+"""Running a plan on a GPU and the CPU together: one stream, mailboxes, and graphs of decode steps.
+
+The steps of a call depend on its sizes alone; they are made once for each size.  A decode call is
+run step by step the first time, then captured into one CUDA graph, hand-overs to the CPU included,
+and replayed from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ktgraph.ir.interp import evaluate_attr
+from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ops.registry import op_def
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.batch import Batch
+from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
+from ktgraph.runtime.flat import View
+from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
+from ktgraph.runtime.gpu.inputs import Inputs, Sizes
+from ktgraph.runtime.gpu.mailboxes import Mailboxes
+from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
+from ktgraph.runtime.kernels_cpu import engine_kernel
+from ktgraph.runtime.kernels_gpu import CROSSINGS
+from ktgraph.runtime.native import Addresses, native_operand, native_state
+from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
+from ktgraph.runtime.packed import LoadedWeights
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.steps import StepArrays
+
+_KEPT = 64  # sizes of calls whose steps are kept, per phase
+_PATIENCE = 60.0  # seconds until a step that does not end is given up
+
+
+@dataclass
+class _Made:
+    """The steps of one part at one size; `graph` replays them."""
+
+    steps: list[Step]
+    runs: int = 0
+    graph: Step | None = None
+
+
+class GpuExecutor:
+    """A plan bound to its weights, caches, a GPU and the CPU's threads."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: GpuDevice,
+        weights: LoadedWeights,
+        states: Sequence[InPlaceState],
+        shape: CacheShape,
+        threads: int,
+        *,
+        capture: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.weights = weights
+        self.states = list(states)
+        self.shape = shape
+        self.capture = capture
+        self.trace: list[TraceEvent] | None = None
+        self.arenas = {
+            plan.home: device.empty(plan.arena_nbytes(plan.home) + 256),
+            "cpu": device.host(plan.arena_nbytes("cpu") + 256),
+        }
+        self.parts = {p.name: cut(p) for p in plan.phases}
+        has_native = any(i.is_native for p in plan.phases for i in p.instructions)
+        self.engine: Any = start_engine(threads) if has_native else None
+        self.mailboxes = Mailboxes(
+            device, self.engine, sum(len(p.boxes) for p in self.parts.values())
+        )
+        self._inputs = Inputs(device, self._most(), shape.pages_for(shape.sequence_rows))
+        first = 0
+        self._phases: dict[str, _BoundPhase] = {}
+        for phase in plan.phases:
+            bound = _BoundPhase(self, phase, self.parts[phase.name], first)
+            self._phases[phase.name] = bound
+            first += len(bound.parts.boxes)
+        self.mailboxes.start()
+
+    def _most(self) -> Sizes:
+        sizes = [p.arena.sizes for p in self.plan.phases]
+        return Sizes(
+            max(s.tokens for s in sizes), max(s.rows for s in sizes), max(s.batch for s in sizes)
+        )
+
+    @property
+    def threads(self) -> int:
+        return int(self.engine.threads) if self.engine is not None else 1
+
+    @property
+    def inputs(self) -> Inputs:
+        return self._inputs
+
+    def call(self, phase: str, ids: list[int], step: StepArrays) -> torch.Tensor:
+        """Run one phase on a call; f32[rows, VOC] in host memory of its own.
+
+        Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
+        """
+        self._inputs.set(ids, step)
+        self.mailboxes.set_sizes(step.tokens, step.rows)
+        return self._phases[phase].run(step)
+
+    def close(self) -> None:
+        """Stop the threads that watch mailboxes."""
+        self.mailboxes.close()
+
+    # -- where things lie ---------------------------------------------------------------------
+    def arena(self, device: str | None) -> torch.Tensor:
+        return self.arenas[device or self.plan.home]
+
+    def tensor(self, phase: PhasePlan, ref: TensorRef, sizes: dict[str, int]) -> torch.Tensor:
+        """A view of the arena of the value's device at the sizes of a call."""
+        view: View = ref.view
+        dtype = torch_dtype(ref.dtype)
+        if view.root.name == self._ids_name(phase):
+            storage, start = self._inputs.ids, 0
+        else:
+            arena = self.arena(view.root.type.device)
+            start = phase.arena.offset(view.root.name)
+            storage = arena[start : arena.numel() // 256 * 256].view(dtype)
+        at = storage.storage_offset() + view.offset.at(sizes)
+        shape = [d.at(sizes) for d in view.dims]
+        return storage.as_strided(shape, [s.at(sizes) for s in view.strides], at)
+
+    @staticmethod
+    def _ids_name(phase: PhasePlan) -> str:
+        return ids_slot(phase).name
+
+    def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
+        """The cache that a state argument of the phase stands for."""
+        return self.states[argument_slots(phase)[1].index(use.argument)]
+
+    def addresses(self, phase: PhasePlan) -> Addresses:
+        """Where the operands of the phase's native instructions lie."""
+        base = self.arenas["cpu"].data_ptr()
+        return Addresses(
+            lambda root: base + phase.arena.offset(root),
+            self.weights.native,
+            lambda use: self._native_state(phase, use),
+        )
+
+    def _native_state(self, phase: PhasePlan, use: StateUse) -> Any:
+        type = use.slot.type
+        assert isinstance(type, StateType)
+        parts = self.state(phase, use).parts
+        pages, size = self.shape.pages, self.shape.page_size
+        return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
+
+
+class _BoundPhase:
+    """One phase: its native plans, and the steps of each size that was called."""
+
+    def __init__(
+        self, executor: GpuExecutor, phase: PhasePlan, parts: Parts, first_box: int
+    ) -> None:
+        self.executor = executor
+        self.device = executor.device
+        self.phase = phase
+        self.parts = parts
+        self.first_box = first_box
+        self._plans: dict[int, Any] = {}  # native parts by their place
+        self._answering = [self._native_plan(items) for items in parts.boxes]
+        for number, plan in enumerate(self._answering):
+            executor.mailboxes.answer(first_box + number, plan)
+        for place, part in enumerate(parts.order):
+            if part.kind == "native":
+                self._plans[place] = self._native_plan(part.items)
+        self._logits = self._logits_ref()
+        self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
+        self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _native_plan(self, items: Sequence[Instruction]) -> Any:
+        from ktgraph.cpu_kernels import load_native
+
+        sizes = self.phase.arena.sizes
+        at = self.executor.addresses(self.phase)
+        plan = load_native().Plan(self.executor.engine, sizes.tokens, sizes.rows)
+        for item in items:
+            operands = [native_operand(o, at) for o in item.operands]
+            try:
+                plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
+            except ValueError as error:
+                raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
+        return plan
+
+    def _logits_ref(self) -> TensorRef:
+        slot = next(s for s in self.phase.flat.returns if isinstance(s.type, TensorType))
+        assert isinstance(slot.type, TensorType)
+        return TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
+
+    # -- one call ---------------------------------------------------------------------------------
+    def run(self, step: StepArrays) -> torch.Tensor:
+        sizes = Sizes(step.tokens, step.rows, step.sequences)
+        max_new, max_kv = self._bounds(step)
+        made = self._steps(sizes, max_new, max_kv)
+        for place, part in enumerate(self.parts.order):
+            if part.kind == "gpu":
+                self._start(made[place], part)
+                continue
+            self._finish()
+            for number in part.awaits:
+                self._wait_for_box(self.first_box + number)
+            if part.kind == "native":
+                self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
+            else:
+                self._run_on_host(part.items[0], step)
+        self.device.run([self._take_logits(sizes)])
+        self._finish()
+        return logits_as_f32(self._answers[sizes][1])
+
+    def _bounds(self, step: StepArrays) -> tuple[int, int]:
+        """Most new tokens and rows of a sequence: of any call when it may be captured."""
+        if self.phase.max_q is not None:
+            return self.phase.max_q, self.executor.shape.sequence_rows
+        new = int(np.diff(step.seq_start[: step.sequences + 1]).max())
+        longest = int(step.kv_len[: step.sequences].max())
+        return new, -(-longest // 256) * 256
+
+    def _steps(self, sizes: Sizes, max_new: int, max_kv: int) -> list[_Made]:
+        key = (sizes, max_new, max_kv)
+        if key not in self._made:
+            batch = self.executor.inputs.batch(
+                sizes, self.executor.shape.page_size, max_new, max_kv
+            )
+            made = [
+                _Made([self._step(i, sizes, batch) for i in p.items] if p.kind == "gpu" else [])
+                for p in self.parts.order
+            ]
+            if self.parts.order and self.parts.order[0].kind == "gpu":
+                made[0].steps.insert(0, self.executor.inputs.upload)
+            self._made[key] = made
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return self._made[key]
+
+    def _start(self, made: _Made, part: Part) -> None:
+        """Run a part's steps; from the second call of a decode size on, as one graph."""
+        may_capture = self.executor.capture and self.phase.max_q is not None
+        if made.graph is None and may_capture and made.runs > 0:
+            made.graph = self.device.capture(made.steps)
+        made.runs += 1
+        try:
+            self.device.run(made.steps if made.graph is None else [made.graph])
+        except ExecutionError:
+            self._recover()
+            raise
+
+    def _finish(self) -> None:
+        """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
+        mailboxes = self.executor.mailboxes
+        try:
+            ended = self.device.finish(mailboxes.check, _PATIENCE)
+        except RuntimeError as error:
+            self._recover()
+            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
+        if not ended:
+            self._recover()
+            raise ExecutionError(
+                f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
+                "answer of the CPU that does not come"
+            )
+        mailboxes.check()
+
+    def _wait_for_box(self, number: int) -> None:
+        """The host itself takes an answer, where it and not the GPU reads the result."""
+        mailboxes = self.executor.mailboxes
+        end = time.perf_counter() + _PATIENCE
+        while not mailboxes.take(number):
+            mailboxes.check()
+            if time.perf_counter() > end:
+                self._recover()
+                raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
+
+    def _recover(self) -> None:
+        """Let the stream run to its end, and make the mailboxes usable again."""
+        mailboxes = self.executor.mailboxes
+        self.device.finish(mailboxes.release, _PATIENCE)
+        mailboxes.reset()
+
+    def _take_logits(self, sizes: Sizes) -> Step:
+        if sizes not in self._answers:
+            bound = {"T": sizes.tokens, "O": sizes.rows}
+            logits = self.executor.tensor(self.phase, self._logits, bound)
+            host = self.device.host(logits.nbytes).view(logits.dtype).view(logits.shape)
+            self._answers[sizes] = (logits, host)
+        return self.device.copy(*self._answers[sizes])
+
+    # -- steps -----------------------------------------------------------------------------------
+    def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
+        bound = {"T": sizes.tokens, "O": sizes.rows}
+        count = len(self.phase.step(item).operands)
+        given = [self._value(o, bound, batch) for o in item.operands[:count]]
+        results = [self._value(o, bound, batch) for o in item.operands[count:]]
+        if item.kernel == POST:
+            return self.device.post(given, results, self._box(item))
+        if item.kernel == AWAIT and item.step in self.parts.box_of:
+            return self.device.receive(given, results, self._box(item))
+        if item.kernel in CROSSINGS.values():
+            return _together([self.device.copy(s, t) for s, t in zip(given, results, strict=True)])
+        return self._named(item, self.device.kernel(self._kernel_call(item, bound, given, results)))
+
+    def _box(self, item: Instruction) -> Any:
+        return self.executor.mailboxes.boxes[self.first_box + self.parts.box_of[item.step]]
+
+    def _kernel_call(
+        self, item: Instruction, sizes: dict[str, int], given: list[Any], results: list[Any]
+    ) -> KernelCall:
+        step = self.phase.step(item)
+        definition = op_def(step.op.name)
+        full = definition.signature.full_attrs(step.op.attrs)
+        bindings = {**step.bindings, **sizes}
+        attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
+        out = tuple(r if isinstance(r, torch.Tensor) else None for r in results)
+        kernel = kernel_of(step.op, item.kernel, item.device)
+        return KernelCall(definition, kernel, given, out, attrs)
+
+    def _named(self, item: Instruction, step: Step) -> Step:
+        """The step, whose errors name the op."""
+
+        def run() -> object:
+            try:
+                return step()
+            except Exception as error:
+                line = op_line(self.phase, item)
+                raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
+
+        return run
+
+    def _value(self, ref: OperandRef, sizes: dict[str, int], batch: Any) -> Any:
+        if ref is None:
+            return None
+        if isinstance(ref, TensorRef):
+            return self.executor.tensor(self.phase, ref, sizes)
+        if isinstance(ref, WeightUse):
+            return self.executor.weights.on_gpu(ref, self.device.weight)
+        if isinstance(ref, StateUse):
+            return self.executor.state(self.phase, ref)
+        return batch
+
+    # -- on the host -----------------------------------------------------------------------------
+    def _native_batch(self, step: StepArrays) -> Any:
+        from ktgraph.cpu_kernels import load_native
+
+        batch = load_native().Batch()
+        step.give_to(batch)
+        return batch
+
+    def _run_on_host(self, item: Instruction, step: StepArrays) -> None:
+        """An op's torch function on copies of its operands; the GPU is idle meanwhile."""
+        flat = self.phase.step(item)
+        bound = {"T": step.tokens, "O": step.rows}
+        batch = step.as_batch(self.executor.shape.page_size)
+        count = len(flat.operands)
+        given = [self._host_value(o, bound, batch) for o in item.operands[:count]]
+        results = [self._value(o, bound, batch) for o in item.operands[count:]]
+        call = self._kernel_call(item, bound, given, results)
+        assert call.kernel.launch is not None
+        try:
+            found = call.kernel.launch(*given, **call.attrs)
+        except Exception as error:
+            line = op_line(self.phase, item)
+            raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
+        values = cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
+        for target, value in zip(results, values, strict=True):
+            if isinstance(target, torch.Tensor):
+                target.copy_(value)
+            else:
+                for kept, new in zip(target.parts, value.parts, strict=True):
+                    kept.copy_(new)
+
+    def _host_value(self, ref: OperandRef, sizes: dict[str, int], batch: Batch) -> Any:
+        if isinstance(ref, WeightUse):
+            return self.executor.weights.value(ref)
+        found = self._value(ref, sizes, batch)
+        if isinstance(found, InPlaceState):
+            return replace(found, parts=tuple(p.cpu() for p in found.parts))
+        return found.cpu() if isinstance(found, torch.Tensor) else found
+
+
+def _together(steps: Sequence[Step]) -> Step:
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
+
+
+__all__ = ["GpuExecutor"]

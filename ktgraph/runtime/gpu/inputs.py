@@ -1,0 +1,93 @@
+"""What a call brings to the GPU, in one block of host memory and one copy: ids and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from ktgraph.runtime.cache import Ints
+from ktgraph.runtime.gpu.device import GpuDevice, Step
+from ktgraph.runtime.steps import StepArrays
+from ktgraph.triton_kernels.batch import DeviceBatch
+
+_ALIGN = 64  # bytes between the starts of two arrays are a multiple of this
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A call's tokens, rows of logits and sequences."""
+
+    tokens: int
+    rows: int
+    sequences: int
+
+
+class Inputs:
+    """i32 arrays at fixed addresses, so that a captured graph reads each call's own."""
+
+    def __init__(self, device: GpuDevice, most: Sizes, table_width: int) -> None:
+        shapes = {
+            "ids": (most.tokens,),
+            "tok_seq": (most.tokens,),
+            "tok_pos": (most.tokens,),
+            "seq_start": (most.sequences + 1,),
+            "kv_len": (most.sequences,),
+            "block_table": (most.sequences, table_width),
+            "out_rows": (most.rows,),
+        }
+        starts: dict[str, int] = {}
+        total = 0
+        for name, shape in shapes.items():
+            starts[name] = total // 4
+            total += -(-4 * prod(shape) // _ALIGN) * _ALIGN
+        self._here = device.host(total).view(torch.int32)
+        self._there = device.empty(total).view(torch.int32)
+        self._there.fill_(0)
+        self._here.fill_(0)
+        self.upload: Step = device.copy(self._here, self._there)
+        self._host = {n: self._part(self._here, starts[n], s).numpy() for n, s in shapes.items()}
+        self._gpu = {n: self._part(self._there, starts[n], s) for n, s in shapes.items()}
+
+    @staticmethod
+    def _part(block: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return block[start : start + prod(shape)].view(shape)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """i32[most tokens] on the GPU."""
+        return self._gpu["ids"]
+
+    def set(self, ids: list[int], step: StepArrays) -> None:
+        """Write a call's arrays; nothing that was started may still read them."""
+        t, q = step.tokens, step.sequences
+        self._write("ids", np.asarray(ids, np.int32))
+        self._write("tok_seq", step.tok_seq[:t])
+        self._write("tok_pos", step.tok_pos[:t])
+        self._write("seq_start", step.seq_start[: q + 1])
+        self._write("kv_len", step.kv_len[:q])
+        self._write("block_table", step.table[:q])
+        self._write("out_rows", step.out_rows[: step.rows])
+
+    def _write(self, name: str, values: Ints) -> None:
+        self._host[name][: len(values)] = values
+
+    def batch(self, sizes: Sizes, page_size: int, max_new: int, max_kv: int) -> DeviceBatch:
+        """The arrays of a call of these sizes, on the GPU."""
+        t, q = sizes.tokens, sizes.sequences
+        return DeviceBatch(
+            tok_seq=self._gpu["tok_seq"][:t],
+            tok_pos=self._gpu["tok_pos"][:t],
+            seq_start=self._gpu["seq_start"][: q + 1],
+            kv_len=self._gpu["kv_len"][:q],
+            block_table=self._gpu["block_table"][:q],
+            out_rows=self._gpu["out_rows"][: sizes.rows],
+            page_size=page_size,
+            max_new=max_new,
+            max_kv=max_kv,
+        )
+
+
+__all__ = ["Inputs", "Sizes"]

@@ -1,0 +1,129 @@
+"""`SimulatedDevice`: a GPU's rules kept on the CPU, where every kernel is its op's reference.
+
+Nothing that is started runs before the host waits: a host that reads a result too early sees what
+was there before, and one that changes an input too early changes what the kernels see.  Hand-overs
+go through the engine's real mailboxes.  Device memory begins as NaN, as poison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from ktgraph.cpu_kernels import load_native
+from ktgraph.runtime.batch import Batch
+from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.operands import WeightUse
+from ktgraph.triton_kernels.batch import DeviceBatch
+
+_REQUEST = 1
+_POISON = 0xFF  # bytes of NaN in every float format, and of -1 in integers
+
+
+class SimulatedDevice(GpuDevice):
+    """Started work is queued; waiting does it, in order."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._queue: deque[Step] = deque()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), _POISON, dtype=torch.uint8)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        aligned = torch.full((nbytes + 64,), _POISON, dtype=torch.uint8)
+        return aligned[-aligned.data_ptr() % 64 :][:nbytes]
+
+    def kernel(self, call: KernelCall) -> Step:
+        def step() -> None:
+            given = [_host_batch(o) if isinstance(o, DeviceBatch) else o for o in call.operands]
+            found = call.definition.reference(*given, **call.attrs)
+            results = cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
+            for target, value in zip(call.out, results, strict=True):
+                if target is not None:
+                    target.copy_(value)
+
+        return step
+
+    def weight(self, packed: torch.Tensor, use: WeightUse) -> torch.Tensor:
+        tile, shape = use.tile, [d.const() for d in use.type.dims]
+        count = prod(shape[:-2])
+        matrices = [
+            torch.as_tensor(
+                load_native().unpack(
+                    packed.data_ptr(),
+                    index,
+                    tile.format,
+                    shape[-2],
+                    shape[-1],
+                    tile.group,
+                    count,
+                    tile.gate_up,
+                )
+            )
+            for index in range(count)
+        ]
+        return torch.stack(matrices).reshape(shape)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Step:
+        return lambda: target.copy_(source)
+
+    def post(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
+    ) -> Step:
+        def step() -> None:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            box.request.fill_(_REQUEST)
+
+        return step
+
+    def receive(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
+    ) -> Step:
+        def step() -> bool:
+            if int(box.reply) < _REQUEST:
+                return False
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            box.reply.fill_(0)
+            return True
+
+        return step
+
+    def run(self, steps: Sequence[Step]) -> None:
+        self._queue.extend(steps)
+
+    def capture(self, steps: Sequence[Step]) -> Step:
+        kept = tuple(steps)
+        return lambda: self._queue.extendleft(reversed(kept))
+
+    def is_done(self) -> bool:
+        """Works off the queue up to a step that must wait."""
+        while self._queue:
+            step = self._queue.popleft()
+            if step() is False:
+                self._queue.appendleft(step)
+                time.sleep(0)
+                return False
+        return True
+
+
+def _host_batch(batch: DeviceBatch) -> Batch:
+    return Batch(
+        batch.tok_seq,
+        batch.tok_pos,
+        batch.seq_start,
+        batch.kv_len,
+        batch.block_table,
+        batch.page_size,
+        batch.out_rows,
+    )
+
+
+__all__ = ["SimulatedDevice"]

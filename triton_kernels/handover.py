@@ -1,0 +1,121 @@
+# pyright: basic, reportCallIssue=false
+"""Handing a layer's tokens to the CPU and taking its answer, inside one stream (and graph).
+
+`post` copies up to three tensors to mapped pinned memory and raises a flag; CPU threads watch it
+(docs/engine.md, "Mailboxes").  `receive` runs once the stream has waited for the answer: it copies
+the answer in and lowers the flag for the next time.  Copies go in 4-byte words.
+
+Order across the link: every program writes its share, then adds to a counter in device memory with
+acquire-release order at system scope; the program that comes last has seen all of them, and raises
+the request with a release store at system scope (PTX ISA, "Memory Consistency Model").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ktgraph.triton_kernels.compile import CompileCase
+
+_BLOCK = 1024  # words a program copies at once
+_MOST_PROGRAMS = 64  # enough to fill the link
+
+
+@triton.jit
+def _copy_words(source, target, words, BLOCK: tl.constexpr):
+    step = tl.num_programs(0) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, words, step):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < words), mask=at < words)
+
+
+@triton.jit
+def post_kernel(
+    source0, target0, words0,
+    source1, target1, words1,
+    source2, target2, words2,
+    arrived, request, value,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    _copy_words(source0, target0, words0, BLOCK)
+    _copy_words(source1, target1, words1, BLOCK)
+    _copy_words(source2, target2, words2, BLOCK)
+    tl.debug_barrier()  # the whole program's stores come before its arrival
+    before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
+    if before == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        tl.atomic_xchg(request, value, sem="release", scope="sys")
+
+
+@triton.jit
+def receive_kernel(source, target, words, reply, BLOCK: tl.constexpr):
+    _copy_words(source, target, words, BLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(reply, 0)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous(), "a hand-over takes dense rows"
+    assert x.nbytes % 4 == 0, f"a hand-over copies words of 4 bytes, not {x.nbytes} bytes"
+    return x.view(-1).view(torch.int32)
+
+
+def _programs(words: int) -> int:
+    return max(1, min(_MOST_PROGRAMS, triton.cdiv(words, _BLOCK)))
+
+
+def post(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    arrived: torch.Tensor,
+    request: torch.Tensor,
+    value: int,
+) -> None:
+    """Copy each source to its target, of equal bytes, then write `value` to `request`.
+
+    targets, request (int32[1]): mapped pinned memory.  arrived: int32[1] on the device, 0.
+    """
+    pairs = [(_words(s), _words(t)) for s, t in zip(sources, targets, strict=True)]
+    nothing = (pairs[0][0], pairs[0][1])
+    given = [
+        (s, t, n)
+        for (s, t), n in zip(
+            [*pairs, nothing, nothing][:3],
+            [*(p[0].numel() for p in pairs), 0, 0][:3],
+            strict=True,
+        )
+    ]
+    programs = _programs(max(n for _, _, n in given))
+    flat = [x for item in given for x in item]
+    post_kernel[(programs,)](*flat, arrived, request, value, BLOCK=_BLOCK, num_warps=4)
+
+
+def receive(source: torch.Tensor, target: torch.Tensor, reply: torch.Tensor) -> None:
+    """Copy an answer from mapped pinned memory, and set `reply` (int32[1]) back to 0."""
+    words, there = _words(source), _words(target)
+    programs = _programs(words.numel())
+    receive_kernel[(programs,)](words, there, words.numel(), reply, BLOCK=_BLOCK, num_warps=4)
+
+
+_PAIR = {"source": "*i32:16", "target": "*i32:16", "words": "i32:16"}
+COMPILE_CASES = [
+    CompileCase(
+        post_kernel,
+        "handover.post",
+        {
+            **{f"{k}{i}": v for i in range(3) for k, v in _PAIR.items()},
+            "arrived": "*i32:16",
+            "request": "*i32:16",
+            "value": "i32",
+        },
+        {"BLOCK": _BLOCK},
+    ),
+    CompileCase(
+        receive_kernel, "handover.receive", {**_PAIR, "reply": "*i32:16"}, {"BLOCK": _BLOCK}
+    ),
+]
+
+__all__ = ["post", "receive"]
