@@ -10,7 +10,7 @@ import torch
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.model_input import Model, read_model
 from ktgraph.stages import Compiled, Traced, check_options
-from ktgraph.target import Target
+from ktgraph.target import Target, resolve_target
 
 _DTYPES = {"auto": torch.float32, "f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,12 +47,15 @@ def compile(
 ) -> Compiled:
     """Trace, lower and compile in one call.
 
-    model, dtype, tokenizer: see `trace`.  The others: see `Traced.lower`.
+    model, dtype, tokenizer: see `trace`, but for a target with a GPU dtype "auto" is "bf16".  The
+        others: see `Traced.lower`.
     """
     given = {"quantize": quantize, "max_tokens": max_tokens, "context": context, **options}
     check_options(given)
-    traced = trace(model, dtype=dtype, tokenizer=tokenizer)
-    return traced.lower(target, pipeline, validate=validate, dump=dump, **given).compile()
+    machine = resolve_target(target)
+    computed = "bf16" if dtype == "auto" and machine.gpus else dtype
+    traced = trace(model, dtype=computed, tokenizer=tokenizer)
+    return traced.lower(machine, pipeline, validate=validate, dump=dump, **given).compile()
 
 
 def load(

@@ -27,7 +27,7 @@ from ktgraph.runtime.flat import FlatOp, FlatWeight, Slot
 from ktgraph.runtime.kernels_cpu import native_kernels
 from ktgraph.runtime.operands import Instruction, TensorRef
 from ktgraph.runtime.packed import load_weights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, why_not_runnable
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, is_on_gpu
 from ktgraph.runtime.runner import Runner
 from ktgraph.runtime.state import State
 from ktgraph.validate import nmse
@@ -65,10 +65,7 @@ def _runs_here(module: Module) -> bool:
     """Whether every op has a kernel, on this CPU, and the native part is built."""
     lowered = all(op.via for op in module.walk() if op.body is None)
     return (
-        lowered
-        and is_language_model(module)
-        and not why_not_runnable(module)
-        and bool(native_kernels())
+        lowered and is_language_model(module) and not is_on_gpu(module) and bool(native_kernels())
     )
 
 

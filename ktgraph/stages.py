@@ -30,9 +30,9 @@ from ktgraph.perplexity import Perplexity, perplexity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
-from ktgraph.runtime.runner import Runner
+from ktgraph.runtime.runner import Runner, available_memory
 from ktgraph.sampling import Sampling
-from ktgraph.target import Target, probe_memory, resolve_target
+from ktgraph.target import Target, resolve_target
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
 from ktgraph.weights.policy import Policy
@@ -214,7 +214,7 @@ class Lowered:
     def memory_need(self) -> MemoryNeed:
         """Bytes that `compile` will take of this machine's memory; nothing is loaded for it."""
         plan = Plan.build(self.module)
-        available = probe_memory().available
+        available = available_memory(plan)
         shape = choose_cache(plan, self.context.options, available, self.threads)
         return memory_need(plan, shape, self.threads)
 

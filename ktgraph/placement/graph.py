@@ -17,6 +17,9 @@ from ktgraph.placement.schedule import Task
 from ktgraph.target import Target
 
 CPU = "cpu"
+# Seconds that an op on the CPU costs besides its own when no mailbox starts it: the GPU's graph
+# ends there, the host waits, and starts the next one (two launches and a wait: docs/placement.md).
+HOST_TURN = 40e-6
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
 
@@ -254,7 +257,10 @@ class _Builder:
         if self.assign.get(site.number) == STREAM and device != CPU:
             seconds = self.machine.transfer(CPU, device, site.streamed_bytes)
             after.append(self._add(f"stream {_name(site.op)}", _link(CPU, device), seconds, ()))
-        number = self._add(_name(site.op), device, site.seconds.get(device, 0.0), after)
+        seconds = site.seconds.get(device, 0.0)
+        if device == CPU != self.machine.home and not (site.is_experts or site.is_view):
+            seconds += HOST_TURN
+        number = self._add(_name(site.op), device, seconds, after)
         self.out.of_site[site.number] = number
         for result in site.op.results:
             self.at[result], self.made[result] = device, number

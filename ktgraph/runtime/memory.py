@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktgraph.errors import MemoryBudgetError
@@ -14,6 +14,7 @@ from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import PhasePlan, Plan, PlanError, op_line
 from ktgraph.target.description import round_size
 
+GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels and libraries take
 _HEADROOM = 0.95  # share of the available memory that may be used
 
 
@@ -24,6 +25,7 @@ class Term:
     kind: str
     name: str
     nbytes: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,27 @@ class MemoryNeed:
     def of(self, kind: str) -> int:
         return sum(t.nbytes for t in self.terms if t.kind == kind)
 
+    @property
+    def devices(self) -> list[str]:
+        """Every device that holds something, the CPU first."""
+        return sorted({t.device for t in self.terms}, key=lambda d: (d != "cpu", d))
+
+    def on(self, device: str) -> MemoryNeed:
+        """The terms of one device."""
+        return MemoryNeed(tuple(t for t in self.terms if t.device == device))
+
     def summary(self) -> str:
-        """One line: the sum, and each kind."""
+        """One line: the sum, and each kind; for several devices, one clause each."""
+        if len(self.devices) > 1:
+            return "; ".join(f"{d} {self.on(d).summary()}" for d in self.devices)
         kinds = sorted({t.kind for t in self.terms}, key=self.of, reverse=True)
         shown = ", ".join(f"{kind} {round_size(self.of(kind))}" for kind in kinds)
         return f"needs {round_size(self.total)} of memory: {shown}"
 
     def table(self) -> str:
         """One line a term, and the sum."""
-        rows = [(round_size(t.nbytes), t.kind, t.name) for t in self.terms]
+        shown = {d: f"  on {d}" if self.devices != ["cpu"] else "" for d in self.devices}
+        rows = [(round_size(t.nbytes), t.kind, t.name + shown[t.device]) for t in self.terms]
         lines = [f"  {size:>10}  {kind:<11}  {name}" for size, kind, name in rows]
         return "\n".join([*lines, f"  {round_size(self.total):>10}  in all"])
 
@@ -57,30 +71,46 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     kv = cache.sequence_rows
     terms = [
         *_weight_terms(plan.uses()),
-        Term("cache", f"{cache.rows} rows of {_row(plan)} bytes", cache.rows * _row(plan)),
-        Term("activations", f"arena for {_tokens(plan)} tokens a call", plan.arena_nbytes("cpu")),
+        *_cache_terms(plan, cache.rows),
+        *(
+            Term("activations", f"arena for {_tokens(plan)} tokens a call", nbytes, device)
+            for device in dict.fromkeys(("cpu", plan.home))
+            if (nbytes := plan.arena_nbytes(device))
+        ),
         Term(
             "workspace",
             f"kernels' scratch, {threads} threads, texts of {kv} rows",
             _scratch(plan, threads, kv),
         ),
     ]
+    if plan.uses_gpu:
+        what = "scratch of GPU kernels, graphs and libraries"
+        terms.append(Term("workspace", what, GPU_WORKSPACE, plan.home))
     return MemoryNeed(tuple(sorted(terms, key=lambda t: -t.nbytes)))
+
+
+def _cache_terms(plan: Plan, rows: int) -> list[Term]:
+    found: list[Term] = []
+    for type in plan.states:
+        row = row_nbytes([type], plan.module.dims)
+        found.append(
+            Term("cache", f"{rows} rows of {row} bytes", rows * row, type.device or plan.home)
+        )
+    return found
 
 
 def _weight_terms(uses: Sequence[WeightUse]) -> list[Term]:
     """One term for each family (or single weight) and form."""
-    sums: dict[str, tuple[int, int]] = {}
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
     for use in uses:
         stored = use.type.encoding if use.form in ("tile", "stored") else None
-        name = f"@{use.ref.name} as {stored or use.form}"
+        name = (f"@{use.ref.name} as {stored or use.form}", use.device)
         nbytes, count = sums.get(name, (0, 0))
         sums[name] = (nbytes + use_nbytes(use), count + 1)
-    return [Term("weights", f"{n} x {count}", nbytes) for n, (nbytes, count) in sums.items()]
-
-
-def _row(plan: Plan) -> int:
-    return row_nbytes(plan.states, plan.module.dims)
+    return [
+        Term("weights", f"{name} x {count}", nbytes, device)
+        for (name, device), (nbytes, count) in sums.items()
+    ]
 
 
 def _tokens(plan: Plan) -> int:
@@ -107,30 +137,41 @@ def _phase_scratch(plan: Plan, phase: PhasePlan, threads: int, kv: int) -> int:
         raise PlanError(f"{error}{where}") from error
 
 
-def choose_cache(plan: Plan, options: CompileOptions, available: int, threads: int) -> CacheShape:
+def choose_cache(
+    plan: Plan, options: CompileOptions, available: Mapping[str, int], threads: int
+) -> CacheShape:
     """The cache asked for; by default max_batch full contexts, or as many rows as memory has.
 
-    At least one sequence's context is kept by default, so that a model that cannot hold it is
-    refused by `check_memory` and not cut short silently.
+    available: bytes by device.  At least one sequence's context is kept by default, so that a model
+    that cannot hold it is refused by `check_memory` and not cut short silently.
     """
     size = options.page_size
     if options.cache_rows is not None:
         return CacheShape(size, max(1, -(-options.cache_rows // size)), options.context)
     one = -(-options.context // size)
     least = memory_need(plan, CacheShape(size, one, options.context), threads)
-    room = int(available * _HEADROOM) - (least.total - least.of("cache"))
-    affordable = room // max(1, size * _row(plan))
-    return CacheShape(size, max(one, min(one * options.max_batch, affordable)), options.context)
+    pages = one * options.max_batch
+    for device in {t.device for t in least.terms if t.kind == "cache"}:
+        need = least.on(device)
+        room = int(available[device] * _HEADROOM) - (need.total - need.of("cache"))
+        pages = min(pages, room * one // max(1, need.of("cache")))
+    return CacheShape(size, max(one, pages), options.context)
 
 
-def check_memory(need: MemoryNeed, available: int) -> None:
-    """Raise MemoryBudgetError with the largest terms and what to do, when it cannot fit."""
+def check_memory(need: MemoryNeed, available: Mapping[str, int]) -> None:
+    """Raise MemoryBudgetError with the largest terms and what to do, when a device lacks room."""
+    for device in need.devices:
+        _check_device(need.on(device), device, available[device])
+
+
+def _check_device(need: MemoryNeed, device: str, available: int) -> None:
     if need.total <= available * _HEADROOM:
         return
     largest = MemoryNeed(need.terms[:5])
     rows = "\n".join(largest.table().split("\n")[:-1])
+    where = "memory" if device == "cpu" else f"memory on {device}"
     raise MemoryBudgetError(
-        f"this needs {round_size(need.total)} of memory, and {round_size(available)} are "
+        f"this needs {round_size(need.total)} of {where}, and {round_size(available)} are "
         f"available. The largest terms:\n{rows}\n{_advice(need)}"
     )
 
@@ -147,4 +188,4 @@ def _advice(need: MemoryNeed) -> str:
     }[most]
 
 
-__all__ = ["MemoryNeed", "Term", "check_memory", "choose_cache", "memory_need"]
+__all__ = ["GPU_WORKSPACE", "MemoryNeed", "Term", "check_memory", "choose_cache", "memory_need"]

@@ -98,12 +98,9 @@ class Plan:
     def build(module: Module) -> Plan:
         """Plan every function of a lowered module.
 
-        Raises PlanError naming the op when plan-memory or lower has not run, and for a module
-        that is placed on devices which this version cannot run.
+        Raises PlanError naming the op when plan-memory or lower has not run, and for an op that
+        has no kernel where it is placed.
         """
-        elsewhere = why_not_runnable(module)
-        if elsewhere:
-            raise PlanError(elsewhere)
         return Plan(module, tuple(plan_phase(module, f) for f in module.functions.values()))
 
     def phase(self, name: str) -> PhasePlan:
@@ -149,17 +146,9 @@ class Plan:
         return "\n".join(line for phase in self.phases for line in _phase_lines(phase)) + "\n"
 
 
-def why_not_runnable(module: Module) -> str:
-    """Why no machine can run the module as it is: ops without a kernel; empty when it can run."""
-    without = Counter(op.name for op in module.walk() if op.body is None and op.via is None)
-    if not without:
-        return ""
-    shown = ", ".join(f"{name} x {count}" for name, count in sorted(without.items()))
-    return (
-        f"@{module.name} is planned, and can be priced and drawn, but not run: these ops have no "
-        f"kernel where they are placed: {shown}. Place them elsewhere with rules=, or compile with "
-        'target="cpu"'
-    )
+def is_on_gpu(module: Module) -> bool:
+    """Whether any op is placed on another device than the CPU."""
+    return any(op_device(module, op) != CPU for op in module.walk() if op.body is None)
 
 
 def plan_phase(module: Module, func: Function) -> PhasePlan:
@@ -329,8 +318,8 @@ __all__ = [
     "argument_slots",
     "ids_slot",
     "instructions_of",
+    "is_on_gpu",
     "kernel_of",
     "op_line",
     "plan_phase",
-    "why_not_runnable",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.interp import Interpreter, WeightProvider
 from ktgraph.ir.types import BatchType, StateType, TensorType
@@ -312,10 +313,23 @@ def worker_threads(options: CompileOptions, threads: int | None) -> int:
 
 def fit_cache(plan: Plan, options: CompileOptions, threads: int) -> CacheShape:
     """The cache's shape; raises MemoryBudgetError when plan and cache exceed what is available."""
-    available = probe_memory().available
+    available = available_memory(plan)
     shape = choose_cache(plan, options, available, threads)
     check_memory(memory_need(plan, shape, threads), available)
     return shape
+
+
+def available_memory(plan: Plan) -> dict[str, int]:
+    """Bytes that may be used on each device; of a GPU its budget, or what is free if less."""
+    found = {"cpu": probe_memory().available}
+    if plan.uses_gpu:
+        device = plan.module.devices.get(plan.home, {})
+        budget = device.get("memory")
+        found[plan.home] = budget.const() if isinstance(budget, Dim) else found["cpu"]
+        if device.get("kind") == "cuda" and torch.cuda.is_available():
+            free, _ = torch.cuda.mem_get_info(int(plan.home.partition(":")[2] or 0))
+            found[plan.home] = min(found[plan.home], free)
+    return found
 
 
 class InterpreterRunner(PagedRunner):
@@ -368,6 +382,8 @@ __all__ = [
     "Rows",
     "Runner",
     "RunnerBusyError",
+    "available_memory",
     "fit_cache",
+    "gpu_device",
     "worker_threads",
 ]

@@ -1,6 +1,7 @@
 """place: where things go on described machines, budgets, and that results stay equal."""
 
 import pytest
+import torch
 from placed_models import FRONT, HYBRID, context, small_target, v2_lite
 from placed_models import run as run_passes
 from small_models import gqa_moe, mla_moe
@@ -13,6 +14,7 @@ from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import CompileOptions, PassContext, exact
 from ktgraph.placement.decide import Settings, decide
 from ktgraph.runtime.plan import Plan, PlanError
+from ktgraph.runtime.runner import gpu_device
 from ktgraph.target import load_target
 from ktgraph.validate import Validator
 
@@ -108,15 +110,18 @@ def test_results_stay_equal(model: object, memory: int) -> None:
     assert (found.fault, found.error) == ("", 0.0)
 
 
-def test_the_whole_pipeline_plans_for_a_gpu_and_refuses_to_run_it() -> None:
+def test_the_whole_pipeline_plans_for_a_gpu_and_says_when_there_is_none() -> None:
     ctx = context()
     module = v2_lite(f"{FRONT},{HYBRID},pack-weights,plan-memory,lower", ctx)
     verify(module)
     host = [op.via for op in module.walk() if op.result.type.device == "cpu" and op.weights]
     assert "cpu.grouped_mlp" in host
-    assert any("without a kernel to run them yet" in note for note in ctx.notes)
-    with pytest.raises(PlanError, match=r"ops on cuda:0.*compile with target=\"cpu\""):
-        Plan.build(module)
+    assert all(op.via for op in module.walk() if op.body is None)
+    plan = Plan.build(module)
+    assert plan.uses_gpu
+    if not torch.cuda.is_available():
+        with pytest.raises(PlanError, match=r"torch sees no CUDA device here.*gpu=\"simulated\""):
+            gpu_device(plan)
 
 
 def test_a_missing_copy_is_a_fault_once_none_is_pending() -> None:

@@ -75,7 +75,7 @@ def test_long_texts_are_told_before_loading() -> None:
     assert long.of("workspace") > 100 * short.of("workspace")
     available = long.total - long.of("workspace") // 2
     with pytest.raises(MemoryBudgetError, match="texts of 1000000 rows"):
-        check_memory(long, available)
+        check_memory(long, {"cpu": available})
 
 
 def test_int4_is_smaller() -> None:
@@ -86,7 +86,7 @@ def test_int4_is_smaller() -> None:
 
 
 def test_the_table_sums_families() -> None:
-    need = memory_need(plan("gqa"), choose_cache(plan("gqa"), OPTIONS, GIB, 2), 2)
+    need = memory_need(plan("gqa"), choose_cache(plan("gqa"), OPTIONS, {"cpu": GIB}, 2), 2)
     text = need.table()
     assert "@layers[].mlp.experts.gate_up_proj.p as tile.bf16(gate_up=yes) x 2" in text
     assert "240 rows of 512 bytes" in text
@@ -97,13 +97,15 @@ def test_the_table_sums_families() -> None:
 def test_the_cache_is_what_memory_has_room_for() -> None:
     given = plan()
     free = CompileOptions(context=64, page_size=4, max_batch=4)
-    assert choose_cache(given, free, GIB, 1).rows == 256
-    without = memory_need(given, choose_cache(given, free, 0, 1), 1)
+    assert choose_cache(given, free, {"cpu": GIB}, 1).rows == 256
+    without = memory_need(given, choose_cache(given, free, {"cpu": 0}, 1), 1)
     little = int((without.total + 100 * 256) / 0.95) + 1  # 100 rows of 256 bytes more than one text
-    assert choose_cache(given, free, little, 1).rows == 164
-    assert choose_cache(given, free, 0, 1).rows == 64
+    assert choose_cache(given, free, {"cpu": little}, 1).rows == 164
+    assert choose_cache(given, free, {"cpu": 0}, 1).rows == 64
     asked = replace(free, cache_rows=101)
-    assert choose_cache(given, asked, 0, 1).rows == 104  # whole pages, and not less than asked
+    assert (
+        choose_cache(given, asked, {"cpu": 0}, 1).rows == 104
+    )  # whole pages, and not less than asked
 
 
 @pytest.mark.parametrize(
@@ -115,13 +117,13 @@ def test_the_cache_is_what_memory_has_room_for() -> None:
 )
 def test_too_large_says_what_is_large(change: dict[str, int], threads: int, advice: str) -> None:
     given, options = plan(), replace(OPTIONS, **change)
-    need = memory_need(given, choose_cache(given, options, 10, threads), threads)
+    need = memory_need(given, choose_cache(given, options, {"cpu": 10}, threads), threads)
     with pytest.raises(MemoryBudgetError, match=advice) as caught:
-        check_memory(need, 100 << 10)
+        check_memory(need, {"cpu": 100 << 10})
     text = str(caught.value)
     assert "100 KiB are available" in text
     assert need.terms[0].name in text
-    check_memory(need, 2 * need.total)
+    check_memory(need, {"cpu": 2 * need.total})
 
 
 def test_nothing_is_loaded_when_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
