@@ -225,13 +225,16 @@ def _held_rules(
 ) -> dict[tuple[int, int, int | None], Rule]:
     if not settings.rules:
         return {}
-    found = match_rules(module, settings.rules, machine.devices)
+    devices = (*machine.devices, STREAM) if machine.is_hybrid else machine.devices
+    found = match_rules(module, settings.rules, devices)
     places: dict[int, tuple[Region, Site]] = {
         id(s.op): (r, s) for r in regions for s in r.sites if not s.is_barrier
     }
     out: dict[tuple[int, int, int | None], Rule] = {}
     for (op, layer), rule in found.items():
         region, site = places[id(op)]
+        if rule.device == STREAM and not site.is_experts:
+            raise RuleError(f"{rule}: only routed experts are streamed, and this is\n  {op}")
         out[region.number, site.number, layer] = rule
     return out
 

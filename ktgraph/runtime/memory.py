@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.cache import CacheShape, row_nbytes
+from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes
 from ktgraph.runtime.native import CallBounds, NativeOperandError, Trial
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
@@ -83,6 +84,10 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
             _scratch(plan, threads, kv),
         ),
     ]
+    streams = BUFFERS * buffer_nbytes(plan)
+    if streams:
+        what = "buffers of streamed weights"
+        terms.append(Term("workspace", what, streams, plan.home))
     if plan.uses_gpu:
         what = "scratch of GPU kernels, graphs and libraries"
         terms.append(Term("workspace", what, GPU_WORKSPACE, plan.home))

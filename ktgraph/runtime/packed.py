@@ -57,6 +57,12 @@ class LoadedWeights:
             return native_weight(use, found.data_ptr(), found.nbytes)
         return native_dense(use, found.data_ptr())
 
+    def with_gpu(self, uses: Sequence[WeightUse], gpu: torch.device) -> LoadedWeights:
+        """The same weights, those that a GPU's ops read copied there."""
+        there = {u.key for u in uses if u.device != "cpu"}
+        tensors = {k: t.to(gpu) if k in there else t for k, t in self.tensors.items()}
+        return LoadedWeights(tensors, self._owner)
+
     def on_gpu(self, use: WeightUse, packed: Callable[[torch.Tensor, WeightUse], Any]) -> Any:
         """The tensor of a dense weight, or what `packed` makes of the bytes of a packed one."""
         if use.form != "tile":
@@ -82,9 +88,9 @@ def load_weights(
     """
     total = sum(map(use_nbytes, uses))
     with _progress(total) as advance:
+        there = {u.key for u in uses if u.device != "cpu"}
         made = _load_all(uses, evaluator, threads, advance)
-        on_gpu = {u.key for u in uses if u.device != "cpu"}
-        return LoadedWeights({k: t.to(gpu) if k in on_gpu else t for k, t in made})
+        return LoadedWeights({k: t.to(gpu) if k in there else t for k, t in made})
 
 
 def _load_all(

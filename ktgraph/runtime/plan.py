@@ -175,11 +175,14 @@ def instructions_of(
             raise PlanError(f"the strides do not allow a view\n  in: {step.op}")
         return []
     device = op_device(module, step.op)
+    if step.op.name in CROSSING:  # takes its turn on the GPU's stream; streamed weights lie here
+        crossing = Operands(module, layouts, step, CPU)
+        return [_call(crossing, via, position, module.home or CPU)]
     operands = Operands(module, layouts, step, device)
-    if step.op.name in CROSSING:
-        return [_call(operands, via, position, module.home or CPU)]
     kernel = kernel_of(step.op, via, device)
-    if kernel.into is not None or kernel.launch is not None:
+    if kernel.launch is not None:  # in Python, on the host
+        return [_call(Operands(module, layouts, step, CPU), via, position, device)]
+    if kernel.into is not None:
         return [_call(operands, via, position, device)]
     emit = emitter(step.op.name, via)
     return [
@@ -210,7 +213,8 @@ def _call(operands: Operands, via: str, position: int, device: str) -> Instructi
 
 def _form(operands: Operands, position: int) -> WeightForm:
     found = operands.step.operand(position)
-    if operands.device == CPU or not isinstance(found, FlatWeight):
+    is_reference = operands.device == CPU and operands.step.op.name not in CROSSING
+    if is_reference or not isinstance(found, FlatWeight):
         return "value"
     encoding = operands.module.weight_of(found.ref).type.encoding
     return "stored" if Tile.of(encoding) is None else "tile"

@@ -39,7 +39,13 @@ from ktgraph.runtime.native import dense_dtype
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import LoadedWeights, load_weights, use_nbytes
 from ktgraph.runtime.plan import Plan
-from ktgraph.runtime.runner import Runner, fit_cache, worker_threads
+from ktgraph.runtime.runner import (
+    Runner,
+    fit_cache,
+    gpu_device,
+    torch_device,
+    worker_threads,
+)
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import WeightSource
 
@@ -78,6 +84,7 @@ class PlanFile:
         Raises MemoryBudgetError when it does not fit, PlanFileError without weights.
         """
         count = worker_threads(self.options, threads)
+        device = gpu_device(self.plan)
         shape = fit_cache(self.plan, self.options, count)
         weights = self.weights
         if weights is None and source is None:
@@ -85,8 +92,10 @@ class PlanFile:
         if weights is None:
             assert source is not None
             evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
-            weights = load_weights(self.plan.uses(), evaluator, count)
-        return Runner.bind(self.plan, weights, shape, count)
+            weights = load_weights(self.plan.uses(), evaluator, count, torch_device(device))
+        elif device is not None:
+            weights = weights.with_gpu(self.plan.uses(), device.torch_device)
+        return Runner.bind(self.plan, weights, shape, count, device)
 
 
 _NO_WEIGHTS = "it was saved without packed weights: give the model they come from"
@@ -173,7 +182,7 @@ def _describe_weights(
 
 
 def _bytes_of(weights: LoadedWeights, place: _Place) -> _Bytes:
-    return weights.tensors[place.key].reshape(-1).view(torch.uint8).numpy()
+    return weights.tensors[place.key].reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def _samples(parts: Iterable[_Bytes]) -> str:

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Step
 from ktgraph.runtime.gpu.driver import (
     DriverError,
     has_stream_memory_operations,
+    register_host,
     wait_value,
 )
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.packed import PackedWeight
 
+_PIN_AT_ONCE = 4 << 30  # bytes
 REQUEST = 1  # the value of every request: a captured graph always writes the same
 
 
@@ -27,6 +29,7 @@ class CudaDevice(GpuDevice):
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self.stream = torch.cuda.Stream(self.torch_device)
+        self.copies = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # scratch of captured graphs, which never run at the same time
         self._end = torch.cuda.Event()
         if not has_stream_memory_operations():
@@ -81,6 +84,36 @@ class CudaDevice(GpuDevice):
             handover.receive(source, target, box.reply)
 
         return step
+
+    def pin(self, memory: torch.Tensor) -> str:
+        if memory.is_pinned():
+            return ""
+        try:
+            for start in range(0, memory.nbytes, _PIN_AT_ONCE):
+                nbytes = min(_PIN_AT_ONCE, memory.nbytes - start)
+                register_host(memory.data_ptr() + start, nbytes)
+        except DriverError as error:
+            return str(error)
+        return ""
+
+    def fetch(self, copy: Fetch, after: Fetch | None) -> Step:
+        copy.ready, copy.free = torch.cuda.Event(), torch.cuda.Event()
+
+        def step() -> None:
+            if after is not None:
+                self.copies.wait_event(after.free)
+            with torch.cuda.stream(self.copies):
+                for source, target in zip(copy.sources, copy.targets, strict=True):
+                    target.copy_(source, non_blocking=True)
+            copy.ready.record(self.copies)
+
+        return step
+
+    def fetched(self, copy: Fetch) -> Step:
+        return lambda: self.stream.wait_event(copy.ready)
+
+    def release(self, copy: Fetch) -> Step:
+        return lambda: copy.free.record(self.stream)
 
     def run(self, steps: Sequence[Step]) -> None:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):

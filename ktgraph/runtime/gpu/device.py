@@ -44,6 +44,19 @@ class Mailbox:
     call: int = 0
 
 
+@dataclass
+class Fetch:
+    """One copy of weights from the host, and the events around it.
+
+    ready: the copy has ended; free: its target may be written over.  Devices fill them.
+    """
+
+    sources: Sequence[torch.Tensor]
+    targets: Sequence[torch.Tensor]
+    ready: Any = None
+    free: Any = None
+
+
 class GpuDevice(ABC):
     """One GPU with a main stream, on which steps run in order, and a stream for copies."""
 
@@ -80,6 +93,22 @@ class GpuDevice(ABC):
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
     ) -> Step:
         """A step that waits for the box's reply, takes the answers, and lowers the reply."""
+
+    @abstractmethod
+    def pin(self, memory: torch.Tensor) -> str:
+        """Make host memory fit for fast copies; an empty string, or why the system refused."""
+
+    @abstractmethod
+    def fetch(self, copy: Fetch, after: Fetch | None) -> Step:
+        """A step that starts a copy on the stream for copies, once `after` has been released."""
+
+    @abstractmethod
+    def fetched(self, copy: Fetch) -> Step:
+        """A step behind which the copy has ended."""
+
+    @abstractmethod
+    def release(self, copy: Fetch) -> Step:
+        """A step that lets the copy's target be written over, once what came before has ended."""
 
     @abstractmethod
     def run(self, steps: Sequence[Step]) -> None:

@@ -7,6 +7,7 @@ and replayed from then on.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.arena import is_value
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
@@ -28,13 +30,16 @@ from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
+from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
 from ktgraph.runtime.kernels_cpu import engine_kernel
-from ktgraph.runtime.kernels_gpu import CROSSINGS
+from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
 from ktgraph.runtime.steps import StepArrays
+
+log = logging.getLogger("ktgraph")
 
 _KEPT = 64  # sizes of calls whose steps are kept, per phase
 _PATIENCE = 60.0  # seconds until a step that does not end is given up
@@ -75,6 +80,8 @@ class GpuExecutor:
             "cpu": device.host(plan.arena_nbytes("cpu") + 256),
         }
         self.parts = {p.name: cut(p) for p in plan.phases}
+        self.buffers = [device.empty(n) for n in [buffer_nbytes(plan)] * BUFFERS if n]
+        _pin_streamed(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if has_native else None
         self.mailboxes = Mailboxes(
@@ -178,6 +185,7 @@ class _BoundPhase:
             if part.kind == "native":
                 self._plans[place] = self._native_plan(part.items)
         self._logits = self._logits_ref()
+        self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
         self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -234,17 +242,21 @@ class _BoundPhase:
             batch = self.executor.inputs.batch(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
-            made = [
-                _Made([self._step(i, sizes, batch) for i in p.items] if p.kind == "gpu" else [])
-                for p in self.parts.order
-            ]
-            if self.parts.order and self.parts.order[0].kind == "gpu":
-                made[0].steps.insert(0, self.executor.inputs.upload)
+            made = [_Made(self._part_steps(p, sizes, batch)) for p in self.parts.order]
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
+
+    def _part_steps(self, part: Part, sizes: Sizes, batch: Any) -> list[Step]:
+        if part.kind != "gpu":
+            return []
+        is_first = part is self.parts.order[0]
+        steps = [self.executor.inputs.upload, *self._stream.begin()] if is_first else []
+        for item in part.items:
+            steps += [self._step(item, sizes, batch), *self._stream.after(item)]
+        return steps
 
     def _start(self, made: _Made, part: Part) -> None:
         """Run a part's steps; from the second call of a decode size on, as one graph."""
@@ -300,6 +312,8 @@ class _BoundPhase:
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
+        if item.kernel == STREAM_WEIGHTS:
+            return self._stream.arrived(item)
         bound = {"T": sizes.tokens, "O": sizes.rows}
         count = len(self.phase.step(item).operands)
         given = [self._value(o, bound, batch) for o in item.operands[:count]]
@@ -343,7 +357,11 @@ class _BoundPhase:
         if ref is None:
             return None
         if isinstance(ref, TensorRef):
-            return self.executor.tensor(self.phase, ref, sizes)
+            is_weight = not is_value(ref.view.root.type)
+            tensor = self.executor.tensor
+            return (
+                self._stream.value(ref.view.root) if is_weight else tensor(self.phase, ref, sizes)
+            )
         if isinstance(ref, WeightUse):
             return self.executor.weights.on_gpu(ref, self.device.weight)
         if isinstance(ref, StateUse):
@@ -388,6 +406,27 @@ class _BoundPhase:
         if isinstance(found, InPlaceState):
             return replace(found, parts=tuple(p.cpu() for p in found.parts))
         return found.cpu() if isinstance(found, torch.Tensor) else found
+
+
+def _pin_streamed(plan: Plan, device: GpuDevice, weights: LoadedWeights) -> None:
+    """Make the host's copy of streamed weights fit for copies at the link's rate."""
+    keys = {
+        o.key
+        for p in plan.phases
+        for i in streamed(p)
+        for o in i.operands
+        if isinstance(o, WeightUse)
+    }
+    for key in sorted(keys):
+        refused = device.pin(weights.tensors[key])
+        if refused:
+            log.warning(
+                "ktgraph: @%s cannot be pinned (%s): streaming it will be slow, several times "
+                "below the link's rate",
+                key,
+                refused,
+            )
+            return
 
 
 def _together(steps: Sequence[Step]) -> Step:

@@ -17,7 +17,8 @@ import torch
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
-from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Step
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 
@@ -31,6 +32,7 @@ class SimulatedDevice(GpuDevice):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._queue: deque[Step] = deque()
+        self._copies: deque[Fetch] = deque()  # started, and not done before somebody waits
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), _POISON, dtype=torch.uint8)
@@ -41,7 +43,7 @@ class SimulatedDevice(GpuDevice):
 
     def kernel(self, call: KernelCall) -> Step:
         def step() -> None:
-            given = [_host_batch(o) if isinstance(o, DeviceBatch) else o for o in call.operands]
+            given = [_operand(o) for o in call.operands]
             found = call.definition.reference(*given, **call.attrs)
             results = cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
             for target, value in zip(call.out, results, strict=True):
@@ -50,7 +52,11 @@ class SimulatedDevice(GpuDevice):
 
         return step
 
-    def weight(self, packed: torch.Tensor, use: WeightUse) -> torch.Tensor:
+    def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:
+        """Values, for the op's reference: made when it reads them, since bytes may be streamed."""
+        return lambda: self._values(packed, use)
+
+    def _values(self, packed: torch.Tensor, use: WeightUse) -> torch.Tensor:
         tile, shape = use.tile, [d.const() for d in use.type.dims]
         count = prod(shape[:-2])
         matrices = [
@@ -96,6 +102,36 @@ class SimulatedDevice(GpuDevice):
 
         return step
 
+    def pin(self, memory: torch.Tensor) -> str:
+        return ""
+
+    def fetch(self, copy: Fetch, after: Fetch | None) -> Step:
+        def step() -> None:
+            if after is not None and not after.free:
+                raise ExecutionError("a copy of weights begins before its buffer was released")
+            copy.ready = copy.free = False
+            for target in copy.targets:
+                target.fill_(_POISON)
+            self._copies.append(copy)
+
+        return step
+
+    def fetched(self, copy: Fetch) -> Step:
+        def step() -> None:
+            while not copy.ready:
+                done = self._copies.popleft()
+                for source, target in zip(done.sources, done.targets, strict=True):
+                    target.copy_(source)
+                done.ready = True
+
+        return step
+
+    def release(self, copy: Fetch) -> Step:
+        def step() -> None:
+            copy.free = True
+
+        return step
+
     def run(self, steps: Sequence[Step]) -> None:
         self._queue.extend(steps)
 
@@ -112,6 +148,13 @@ class SimulatedDevice(GpuDevice):
                 time.sleep(0)
                 return False
         return True
+
+
+def _operand(given: Any) -> Any:
+    """What an op's reference takes."""
+    if isinstance(given, DeviceBatch):
+        return _host_batch(given)
+    return given() if callable(given) else given
 
 
 def _host_batch(batch: DeviceBatch) -> Batch:

@@ -1,0 +1,117 @@
+"""Weights that cross the link for each call: two buffers, the next copy behind this layer's work.
+
+Copy k goes to buffer k % 2.  The first two start with the phase; copy k+2 starts as soon as the ops
+that read copy k have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktgraph.runtime.flat import Slot
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
+from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
+from ktgraph.runtime.operands import Instruction, WeightUse
+from ktgraph.runtime.packed import LoadedWeights, use_nbytes
+from ktgraph.runtime.plan import PhasePlan, Plan
+
+BUFFERS = 2
+_ALIGN = 256  # bytes
+
+
+def streamed(phase: PhasePlan) -> list[Instruction]:
+    """The copies of weights of a phase, in order."""
+    return [i for i in phase.instructions if i.kernel == STREAM_WEIGHTS]
+
+
+def _uses(item: Instruction) -> list[WeightUse]:
+    return [o for o in item.operands if isinstance(o, WeightUse)]
+
+
+def copy_nbytes(item: Instruction) -> int:
+    """Bytes of a buffer that holds what one copy brings."""
+    return sum(-(-use_nbytes(u) // _ALIGN) * _ALIGN for u in _uses(item))
+
+
+def buffer_nbytes(plan: Plan) -> int:
+    """Bytes of one buffer: the largest copy of any phase; 0 when nothing is streamed."""
+    return max((copy_nbytes(i) for p in plan.phases for i in streamed(p)), default=0)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    fetch: Fetch
+    last_reader: int  # the flat position of the last op that reads it
+
+
+class WeightStream:
+    """The copies of one phase over the executor's buffers."""
+
+    def __init__(
+        self,
+        device: GpuDevice,
+        phase: PhasePlan,
+        weights: LoadedWeights,
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.device = device
+        self._values: dict[str, Any] = {}  # by slot: what kernels take
+        self._copies: dict[int, _Copy] = {}  # by the flat position of the copy
+        self._ending: dict[int, list[int]] = {}  # last reader -> numbers of copies
+        self._order: list[Fetch] = []
+        for number, item in enumerate(streamed(phase)):
+            self._add(phase, item, weights, buffers[number % BUFFERS])
+            self._ending.setdefault(self._copies[item.step].last_reader, []).append(number)
+
+    def _add(
+        self, phase: PhasePlan, item: Instruction, weights: LoadedWeights, buffer: torch.Tensor
+    ) -> None:
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        results = phase.step(item).results
+        start = 0
+        for use, slot in zip(_uses(item), results, strict=True):
+            source = weights.tensors[use.key]
+            target = buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            start += -(-source.nbytes // _ALIGN) * _ALIGN
+            sources.append(source)
+            targets.append(target)
+            is_packed = use.form == "tile"
+            self._values[slot.name] = self.device.weight(target, use) if is_packed else target
+        fetch = Fetch(sources, targets)
+        self._copies[item.step] = _Copy(fetch, _last_reader(phase, results))
+        self._order.append(fetch)
+
+    def value(self, slot: Slot) -> Any:
+        """What kernels take for a streamed weight."""
+        return self._values[slot.name]
+
+    def begin(self) -> list[Step]:
+        """Steps at the start of the phase; nothing uses the buffers then."""
+        return [self.device.fetch(f, None) for f in self._order[:BUFFERS]]
+
+    def arrived(self, item: Instruction) -> Step:
+        """The step of a copy in the order of ops: behind it the weights are there."""
+        return self.device.fetched(self._copies[item.step].fetch)
+
+    def after(self, item: Instruction) -> list[Step]:
+        """Steps behind an op: buffers that it was the last to read are filled again."""
+        found: list[Step] = []
+        for number in self._ending.get(item.step, []):
+            done = self._order[number]
+            found.append(self.device.release(done))
+            if number + BUFFERS < len(self._order):
+                found.append(self.device.fetch(self._order[number + BUFFERS], done))
+        return found
+
+
+def _last_reader(phase: PhasePlan, slots: Sequence[Slot]) -> int:
+    names = {s.name for s in slots}
+    return max(n for n, op in enumerate(phase.flat.ops) if names & {s.name for s in op.slots})
+
+
+__all__ = ["BUFFERS", "WeightStream", "buffer_nbytes", "copy_nbytes", "streamed"]
