@@ -282,6 +282,8 @@ def _operand_text(phase: PhasePlan, ref: OperandRef) -> str:
     if isinstance(ref, BatchUse):
         return "batch"
     shape = ", ".join(map(str, ref.view.dims))
+    if not is_value(ref.view.root.type):
+        return f"%{ref.view.root.name}:{ref.view.root.type}"
     at = phase.arena.offset(ref.view.root.name)
     inner = "" if ref.view.offset == 0 else f"+{ref.view.offset}"
     return f"%{ref.view.root.name}{inner}@{at}:{ref.dtype}[{shape}]"
