@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
 """nn.rms_norm and nn.add_rms_norm.
 
     h = s / sqrt(mean(s^2) + eps) in f32, s = x (+ y);  out = w * h, h rounded before (or after,

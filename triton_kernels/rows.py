@@ -24,7 +24,7 @@ class Rows:
         axes = _merged(x)
         if len(axes) > 2:
             raise ValueError(f"{tuple(x.shape)} with strides {x.stride()} needs over two strides")
-        (outer, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(axes)) + axes
+        (outer, outer_stride), (inner, inner_stride) = axes + [(1, 0)] * (2 - len(axes))
         return Rows(outer * inner, inner, outer_stride, inner_stride)
 
 
