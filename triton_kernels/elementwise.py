@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 """Elementwise ops: tensor.add, add3, mul, scale, cast, reshape (as a copy), concat, and nn.act.
 
 Tiling: operands are broadcast to the result's shape (stride 0 where one repeats) and neighbouring
