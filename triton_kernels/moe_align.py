@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
 """Sort (token, expert) pairs by expert on the device, padded to blocks of rows.
 
 A grouped GEMM works on blocks of `block_m` rows that belong to one expert.  `align` is a stable
@@ -59,7 +59,8 @@ def max_blocks(pairs: int, experts: int, block_m: int) -> int:
 
 def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
     """Sort ids i32[T, K] (contiguous) by expert.  Only launches; allocates the results."""
-    assert ids.dtype == torch.int32 and ids.is_contiguous()
+    assert ids.dtype == torch.int32
+    assert ids.is_contiguous()
     pairs, blocks = ids.numel(), max_blocks(ids.numel(), experts, block_m)
 
     def made(count: int) -> torch.Tensor:
