@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """nn.linear with dense weights: out[T, N] = x[T, K] @ w[N, K].T + b, sums in float32.
 
 Three forms by the number of tokens:
