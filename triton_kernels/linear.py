@@ -241,7 +241,7 @@ def _cases() -> list[CompileCase]:
         for name, c in table.items():
             kind = "fp32" if name == "float32" else "bf16"
             size = "i32" if name == "unaligned" else "i32:16"
-            types = {n: f"*{kind}:16" for n in ("x", "w", "b", "out")}
+            types = {n: f"*{kind}:16" for n in ("x", "w", "b", "out")} | {"tokens": "i32"}
             types |= {n: size for n in ("width", "depth", "stride_x", "stride_w", "stride_out")}
             for tokens in token_tiles:
                 for even in (True, False) if name != "unaligned" else (False,):
@@ -252,6 +252,7 @@ def _cases() -> list[CompileCase]:
                         "ROWS": c.rows,
                         "COLS": c.cols,
                     }
+                    absent = {"b": None} if even else {}
                     if kernel is _multiply_add:
                         constants["UNROLL"] = c.unroll
                     made.append(
@@ -259,8 +260,8 @@ def _cases() -> list[CompileCase]:
                             kernel,
                             f"linear.{kernel.fn.__name__[1:]} {name} T={tokens}"
                             f"{' even' if even else ''}",
-                            {**types, "tokens": "i32"},
-                            constants,
+                            {n: t for n, t in types.items() if n not in absent},
+                            {**constants, **absent},
                             c.warps,
                             c.stages,
                         )
