@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 
 from ktgraph.ops.nn import activation
-from ktgraph.triton_kernels.activations import gate_act
+from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
-from ktgraph.triton_kernels.rounding import rounded
+from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import (
-    column,
     group_scale,
+    hidden_zero,
     loaded,
     logical_row,
     row_scales,
@@ -267,6 +267,7 @@ def _rows(
     token = tl.arange(0, BLOCK_T)
     words_at = data.to(tl.pointer_type(tl.int32)) + tile[None, :].to(tl.int64) * blocks * 16
     acc = tl.zeros([BLOCK_T, TILES * 16], dtype=tl.float32)
+    zero = hidden_zero(row_scales_at)
     for start in tl.range(0, blocks, KB, num_stages=STAGES):
         kb = start + tl.arange(0, KB)[:, None]
         inside = (tile < tiles)[None, :] & (kb < blocks)
@@ -281,7 +282,7 @@ def _rows(
         xs = tl.load(x + token[:, None] * stride_x + col[None, :], mask=mask, other=0.0)
         planes = _planes(xs, BLOCK_T, KB, FORMAT)
         for c in tl.static_range(STEP):
-            w = rounded(values(words, _number(c, FORMAT), scale, less, FORMAT), kind)
+            w = rounded(values(words, _number(c, FORMAT), scale, less, FORMAT, zero), kind)
             acc = dot(planes[c], w, acc)
     if FORMAT != "int4":
         acc *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
@@ -337,14 +338,14 @@ def _store(
         at, is_row = logical_row(first + n // 16, n % 16, rows, GATE_UP)
         if HAS_BIAS:
             acc += tl.load(bias + at, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        result = rounded(acc, kind)
+        result = acc
     else:
         gate, up = gate_and_up(acc, TILES)
-        result = gate_act(rounded(gate, kind), rounded(up, kind), ACT, 0.0, 0.0)
+        result = gated(through(gate, kind), through(up, kind), 0.0, 0.0, ACT, kind)
         at = first * 8 + tl.arange(0, TILES * 8)
         is_row = at < rows // 2
     target = y + token.to(tl.int64)[:, None] * stride_y + at[None, :]
-    tl.store(target, result, mask=(token < tokens)[:, None] & is_row[None, :])
+    tl.store(target, rounded(result, kind), mask=(token < tokens)[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -354,3 +355,69 @@ def gate_and_up(acc, TILES: tl.constexpr):
     pairs = tl.reshape(acc, [P, TILES // 2, 2, 16])
     gate, up = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
     return tl.reshape(gate, [P, TILES * 8]), tl.reshape(up, [P, TILES * 8])
+
+
+_SIZES = ("rows", "cols", "blocks", "scales_at", "row_scales_at", "stride_x", "stride_y")
+_TYPES = {
+    "data": "*u8:16",
+    "tokens": "i32",
+    "tiles": "i32",
+    "groups": "i32",
+    **{n: "i32:16" for n in _SIZES},
+}
+
+
+def _case(
+    format: str, dtype: str, config: TileConfig, block_t: int, gate_up: bool, even: bool
+) -> CompileCase:
+    kernel = _rows if block_t > 1 else _row
+    constants = {
+        "FORMAT": format,
+        "GROUP": 0 if format == "int8" else 64,
+        "GATE_UP": gate_up,
+        "ACT": "silu" if gate_up else "",
+        "HAS_BIAS": not gate_up,
+        "EVEN": even,
+        "TILES": config.tiles,
+        "KB": config.kb,
+        "STAGES": config.stages,
+    }
+    if block_t > 1:
+        constants["BLOCK_T"] = block_t
+    pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
+    form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
+    return CompileCase(
+        kernel,
+        f"linear_packed T={block_t} {format} {dtype} {form}",
+        {**_TYPES, **pointers},
+        constants,
+        config.warps,
+        config.stages,
+    )
+
+
+COMPILE_CASES = [
+    *(
+        _case(format, dtype, ROW, 1, gate_up, even)
+        for format in FORMATS
+        for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
+    ),
+    *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
+    *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
+    *(_case(format, "fp16", ROWS, 16, False, True) for format in FORMATS),
+    *(_case(format, "fp32", ROWS_F32, 32, False, False) for format in FORMATS),
+]
+
+__all__ = [
+    "MOST_DIRECT",
+    "ROW",
+    "ROWS",
+    "ROWS_SWEEP",
+    "ROW_SWEEP",
+    "TileConfig",
+    "config_for",
+    "gate_and_up",
+    "linear_packed",
+    "product_of_tiles",
+    "swiglu_packed",
+]

@@ -22,7 +22,19 @@ are integer.
 import triton
 import triton.language as tl
 
-NIBBLES = tl.constexpr(8)
+from ktgraph.triton_kernels.dots import INTERPRETED
+
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no inline PTX
+
+
+@triton.jit
+def hidden_zero(positive):
+    """0, as the sign of a positive argument, which the compiler cannot know.
+
+    Masks joined with it stay in registers; as constants they are made anew for every AND-OR, which
+    takes two constants where an instruction holds one.
+    """
+    return (positive >> 31).to(tl.uint32)
 
 
 @triton.jit
@@ -35,7 +47,23 @@ def column(n: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
+def _and_or(bits, mask, ones: tl.constexpr):
+    """bits & mask | ones in one instruction; the compiler makes two of a mask in a register."""
+    if _PLAIN:
+        return (bits & mask) | ones
+    elif ones == 0x43800000:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;", "=r,r,r", [bits, mask], tl.uint32, True, 1
+        )
+    else:
+        tl.static_assert(ones == 0x41800000)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;", "=r,r,r", [bits, mask], tl.uint32, True, 1
+        )
+
+
+@triton.jit
+def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr, zero):
     """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
 
     Words of int8 come with their sign bits flipped (`loaded`).
@@ -50,11 +78,11 @@ def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     else:
         bits = words >> 9
     if FORMAT == "int8":
-        bits = (bits & 0x007F8000) | 0x43800000
+        bits = _and_or(bits, 0x007F8000 | zero, 0x43800000)
     elif n % 2 == 0:
-        bits = (bits & 0x00078000) | 0x43800000
+        bits = _and_or(bits, 0x00078000 | zero, 0x43800000)
     else:
-        bits = (bits & 0x00780000) | 0x41800000
+        bits = _and_or(bits, 0x00780000 | zero, 0x41800000)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -117,9 +145,9 @@ def logical_row(tile, row, rows, GATE_UP: tl.constexpr):
 
 
 @triton.jit
-def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
+def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, zero):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
-    found = mantissa(words, n, FORMAT)
+    found = mantissa(words, n, FORMAT, zero)
     if FORMAT == "int8":
         return found - added(n, FORMAT)
     elif FORMAT == "int4":
@@ -130,7 +158,7 @@ def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
 
 @triton.jit
 def tiles_times_rows(
-    x,  # pointers [P or 1, 1, 1] to the row of x that meets each tile
+    x,  # pointer, or pointers [P, 1, 1], to the row of x that meets each tile
     data,  # uint8 pointer to the stack
     matrix,  # [P, 1, 1] byte offset of each tile's matrix
     tile,  # [P, 1, 1] number of the tile in its matrix
@@ -154,35 +182,45 @@ def tiles_times_rows(
     threads, so that Triton loads x where it is used instead of sending it through shared memory.
     """
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    # What was added and taken off costs up to 6 bits of a sum: too many of a float32 result.
+    EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     row = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([TILES, KB, 16], dtype=tl.float32)
     words_at = (data + matrix + tile.to(tl.int64) * blocks * 64).to(tl.pointer_type(tl.int32))
+    zero = hidden_zero(row_scales_at)
     for start in tl.range(0, blocks, KB, num_stages=STAGES):
         kb = start + tl.arange(0, KB)[None, :, None]
         inside = valid & (kb < blocks)
         words = loaded(words_at + kb * 16 + row, inside, FORMAT, EVEN)
         part = tl.zeros([TILES, KB, 16], dtype=tl.float32)
-        over = kb.to(tl.float32) * 0.0  # what `mantissa` adds, times x
+        over = tl.zeros([1, KB, 1], dtype=tl.float32)  # what `mantissa` adds, times x
         total = over  # sum of x: only int4p asks for it
         for n in tl.static_range(STEP):
             at = kb * STEP + column(n, FORMAT)
             if EVEN:
                 value = tl.load(x + at).to(tl.float32)
             else:
-                value = tl.load(x + at, mask=valid & (at < cols), other=0.0).to(tl.float32)
-            part += value * mantissa(words, n, FORMAT)
-            over += value * added(n, FORMAT)
+                value = tl.load(x + at, mask=at < cols, other=0.0).to(tl.float32)
+            number = mantissa(words, n, FORMAT, zero)
+            if EXACT:
+                part += value * (number - added(n, FORMAT))
+            else:
+                part += value * number
+                over += value * added(n, FORMAT)
             total += value
         if FORMAT == "int8":
             acc += part - over
         else:
             at = (tile * groups + kb // (GROUP // STEP)) * 16 + row
+            # 4 rows a thread, as for words: else Triton gives a thread as many as fill 16 bytes
+            at = tl.max_contiguous(at, [1, 1, 4])
             scale, less = group_scale(data + matrix + scales_at, at, inside, FORMAT, EVEN)
             if FORMAT == "int4p":
                 part += less * total
             acc += scale * (part - over)
-    sums = tl.sum(acc, axis=1)
+    valid = tl.reshape(valid, [TILES, 1])
+    sums = tl.where(valid, tl.sum(acc, axis=1), 0.0)  # a row of x of no tile may hold anything
     if FORMAT != "int4":
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
-        sums *= tl.reshape(row_scales(data, at, valid), [TILES, 16])
+        sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
     return sums

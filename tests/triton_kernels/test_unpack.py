@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tile_weights import FORMATS, packed
+
 from ktgraph.cpu_kernels import packed_nbytes
 from ktgraph.triton_kernels.packed import PackedWeight
 from ktgraph.triton_kernels.unpack import UnpackConfig, unpack
-from tile_weights import FORMATS, packed
 
 SMALL = UnpackConfig(kb=16, warps=4)
 
