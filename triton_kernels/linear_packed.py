@@ -34,12 +34,11 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import (
     group_scale,
-    hidden_zero,
     loaded,
     logical_row,
+    operands,
     row_scales,
     tiles_times_rows,
-    values,
 )
 from ktgraph.triton_kernels.unpack import unpack
 
@@ -57,7 +56,7 @@ class TileConfig:
 
 
 ROW = TileConfig(2, 64, 4, 1)
-ROWS = TileConfig(4, 32, 4, 3)
+ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F32 = TileConfig(2, 16, 4, 1)
 ROW_SWEEP = tuple(
     TileConfig(tiles, kb * warps, warps, stages)
@@ -150,9 +149,10 @@ def product_of_tiles(
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
     tile = config or config_for(tokens, x.dtype)
-    whole = w.blocks % tile.kb == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
+    step = tile.kb if tokens == 1 else tile.kb * tile.warps
+    whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     kernel = _row if tokens == 1 else _rows
-    extra = {} if tokens == 1 else {"BLOCK_T": 16 if tokens <= 16 else 32}
+    extra = {} if tokens == 1 else {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
     kernel[(triton.cdiv(w.tiles, tile.tiles),)](
         x,
         w.data,
@@ -259,34 +259,36 @@ def _rows(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
     kind = x.dtype.element_ty
     n = tl.arange(0, TILES * 16)
     tile, row = tl.program_id(0) * TILES + n // 16, n % 16
     token = tl.arange(0, BLOCK_T)
-    words_at = data.to(tl.pointer_type(tl.int32)) + tile[None, :].to(tl.int64) * blocks * 16
-    acc = tl.zeros([BLOCK_T, TILES * 16], dtype=tl.float32)
-    zero = hidden_zero(row_scales_at)
-    for start in tl.range(0, blocks, KB, num_stages=STAGES):
-        kb = start + tl.arange(0, KB)[:, None]
-        inside = (tile < tiles)[None, :] & (kb < blocks)
-        words = loaded(words_at + kb * 16 + row[None, :], inside, FORMAT, EVEN)
+    split = tl.arange(0, SPLIT)[:, None, None]
+    words_at = data.to(tl.pointer_type(tl.int32)) + tile[None, None, :].to(tl.int64) * blocks * 16
+    acc = tl.zeros([SPLIT, BLOCK_T, TILES * 16], dtype=tl.float32)
+    for start in tl.range(0, blocks, SPLIT * KB, num_stages=STAGES):
+        kb = start + split * KB + tl.arange(0, KB)[None, :, None]
+        inside = (tile < tiles)[None, None, :] & (kb < blocks)
+        words = loaded(words_at + kb * 16 + row[None, None, :], inside, FORMAT, EVEN)
         if FORMAT == "int8":
             scale, less = 1.0, 0.0
         else:
-            at = (tile[None, :] * groups + kb // (GROUP // STEP)) * 16 + row[None, :]
+            at = (tile[None, None, :] * groups + kb // (GROUP // STEP)) * 16 + row[None, None, :]
             scale, less = group_scale(data + scales_at, at, inside, FORMAT, EVEN)
-        col = start * STEP + tl.arange(0, KB * STEP)
-        mask = (token < tokens)[:, None] & (col < cols)[None, :]
-        xs = tl.load(x + token[:, None] * stride_x + col[None, :], mask=mask, other=0.0)
-        planes = _planes(xs, BLOCK_T, KB, FORMAT)
+        col = (start + split * KB) * STEP + tl.arange(0, KB * STEP)[None, None, :]
+        mask = (token < tokens)[None, :, None] & (col < cols)
+        xs = tl.load(x + token[None, :, None] * stride_x + col, mask=mask, other=0.0)
+        planes = _planes(xs, SPLIT, BLOCK_T, KB, FORMAT)
         for c in tl.static_range(STEP):
-            w = rounded(values(words, _number(c, FORMAT), scale, less, FORMAT, zero), kind)
+            w = operands(words, _number(c, FORMAT), scale, less, FORMAT, kind)
             acc = dot(planes[c], w, acc)
+    sums = tl.sum(acc, axis=0)
     if FORMAT != "int4":
-        acc *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
-    _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+        sums *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
+    _store(sums, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
 
 
 @triton.jit
@@ -299,15 +301,15 @@ def _number(c: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _planes(xs, BLOCK_T: tl.constexpr, KB: tl.constexpr, FORMAT: tl.constexpr):
-    """x [BLOCK_T, KB * step] as one [BLOCK_T, KB] for each column of a block, in order."""
+def _planes(xs, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, KB: tl.constexpr, FORMAT: tl.constexpr):
+    """x [SPLIT, BLOCK_T, KB * step] as one [SPLIT, BLOCK_T, KB] for each column of a block, in order."""
     if FORMAT == "int8":
-        even, odd = tl.split(tl.reshape(xs, [BLOCK_T, KB, 2, 2]))
+        even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2]))
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
         return p0, p1, p2, p3
     else:
-        even, odd = tl.split(tl.reshape(xs, [BLOCK_T, KB, 2, 2, 2]))
+        even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2, 2]))
         low0, low2 = tl.split(even)
         low1, low3 = tl.split(odd)
         p0, p4 = tl.split(low0)
@@ -383,7 +385,7 @@ def _case(
         "STAGES": config.stages,
     }
     if block_t > 1:
-        constants["BLOCK_T"] = block_t
+        constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     return CompileCase(

@@ -23,18 +23,9 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.dots import INTERPRETED
+from ktgraph.triton_kernels.rounding import rounded
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no inline PTX
-
-
-@triton.jit
-def hidden_zero(positive):
-    """0, as the sign of a positive argument, which the compiler cannot know.
-
-    Masks joined with it stay in registers; as constants they are made anew for every AND-OR, which
-    takes two constants where an instruction holds one.
-    """
-    return (positive >> 31).to(tl.uint32)
 
 
 @triton.jit
@@ -47,23 +38,27 @@ def column(n: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _and_or(bits, mask, ones: tl.constexpr):
-    """bits & mask | ones in one instruction; the compiler makes two of a mask in a register."""
+def _and_or(bits, mask: tl.constexpr, ones: tl.constexpr):
+    """bits & mask | ones in one instruction.
+
+    An instruction holds one constant.  The compiler, left alone, makes the other anew for every
+    AND-OR; as an operand of inline PTX it stays in a register.
+    """
     if _PLAIN:
         return (bits & mask) | ones
     elif ones == 0x43800000:
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;", "=r,r,r", [bits, mask], tl.uint32, True, 1
+            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;", "=r,r,r", [bits, bits * 0 + mask], tl.uint32, True, 1
         )
     else:
         tl.static_assert(ones == 0x41800000)
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;", "=r,r,r", [bits, mask], tl.uint32, True, 1
+            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;", "=r,r,r", [bits, bits * 0 + mask], tl.uint32, True, 1
         )
 
 
 @triton.jit
-def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr, zero):
+def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
 
     Words of int8 come with their sign bits flipped (`loaded`).
@@ -78,11 +73,11 @@ def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr, zero):
     else:
         bits = words >> 9
     if FORMAT == "int8":
-        bits = _and_or(bits, 0x007F8000 | zero, 0x43800000)
+        bits = _and_or(bits, 0x007F8000, 0x43800000)
     elif n % 2 == 0:
-        bits = _and_or(bits, 0x00078000 | zero, 0x43800000)
+        bits = _and_or(bits, 0x00078000, 0x43800000)
     else:
-        bits = _and_or(bits, 0x00780000 | zero, 0x41800000)
+        bits = _and_or(bits, 0x00780000, 0x41800000)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -145,15 +140,58 @@ def logical_row(tile, row, rows, GATE_UP: tl.constexpr):
 
 
 @triton.jit
-def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, zero):
+def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
-    found = mantissa(words, n, FORMAT, zero)
+    found = mantissa(words, n, FORMAT)
     if FORMAT == "int8":
         return found - added(n, FORMAT)
     elif FORMAT == "int4":
         return found * scale - added(n, FORMAT) * scale  # exact (4 + 8 bits), and one FMA
     else:
         return (found - (added(n, FORMAT) - less)) * scale
+
+
+@triton.jit
+def operands(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, kind: tl.constexpr):
+    """`values` rounded to `kind`, for the matrix units; a thread has an even number of words."""
+    if _PLAIN or FORMAT == "int8" or kind != tl.bfloat16:
+        return rounded(values(words, n, scale, less, FORMAT), kind)
+    else:
+        return _bf16_pairs(words, n, scale.to(kind), (less - 136.0).to(kind))
+
+
+@triton.jit
+def _bf16_pairs(words, n: tl.constexpr, scale, offset):
+    """Nibble n of each word times its scale as bf16, rounded once, two words an instruction.
+
+    The halves of both words that hold the nibble come together; 128 + nibble is a bf16 with the
+    nibble as its lowest bits.  2 instructions a weight, where `values` and its rounding take 3.25.
+    """
+    one = words * 0
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        prmt.b32 t, $1, $2, $5;
+        shr.b32 t, t, $7;
+        lop3.b32 t, t, $9, 0x43004300, 0xEA;
+        fma.rn.bf16x2 t, t, $11, $4;
+        fma.rn.bf16x2 $0, t, $3, $13;
+        }""",
+        "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [
+            words,
+            scale,
+            offset,
+            one + (0x7632 if n >= 4 else 0x5410),
+            one + 4 * (n % 4),
+            one + 0x000F000F,
+            one + 0x3F803F80,  # 1, 1
+            one + 0x80008000,  # -0, -0
+        ],
+        tl.bfloat16,
+        True,
+        2,
+    )
 
 
 @triton.jit
@@ -187,7 +225,6 @@ def tiles_times_rows(
     row = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([TILES, KB, 16], dtype=tl.float32)
     words_at = (data + matrix + tile.to(tl.int64) * blocks * 64).to(tl.pointer_type(tl.int32))
-    zero = hidden_zero(row_scales_at)
     for start in tl.range(0, blocks, KB, num_stages=STAGES):
         kb = start + tl.arange(0, KB)[None, :, None]
         inside = valid & (kb < blocks)
@@ -201,7 +238,7 @@ def tiles_times_rows(
                 value = tl.load(x + at).to(tl.float32)
             else:
                 value = tl.load(x + at, mask=at < cols, other=0.0).to(tl.float32)
-            number = mantissa(words, n, FORMAT, zero)
+            number = mantissa(words, n, FORMAT)
             if EXACT:
                 part += value * (number - added(n, FORMAT))
             else:

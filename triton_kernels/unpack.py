@@ -22,7 +22,6 @@ from ktgraph.triton_kernels.packed import FORMATS, PackedWeight
 from ktgraph.triton_kernels.rounding import rounded
 from ktgraph.triton_kernels.tile_words import (
     group_scale,
-    hidden_zero,
     loaded,
     logical_row,
     row_scales,
@@ -106,7 +105,7 @@ def _unpack(
         scale, less = group_scale(matrix + scales_at, at, inside, FORMAT, False)
     if FORMAT == "int4p":  # the products in the order of the CPU's unpack, for equal bits
         scale *= row_scales(matrix + row_scales_at, tile * 16 + row, row < 16)[:, None]
-    w = _in_order(words, scale, less, hidden_zero(row_scales_at), KB, FORMAT)
+    w = _in_order(words, scale, less, KB, FORMAT)
     if FORMAT == "int8":
         w *= row_scales(matrix + row_scales_at, tile * 16 + row, row < 16)[:, None]
     found, is_row = logical_row(tile, row, rows, GATE_UP)
@@ -117,29 +116,29 @@ def _unpack(
 
 
 @triton.jit
-def _in_order(words, scale, less, zero, KB: tl.constexpr, FORMAT: tl.constexpr):
+def _in_order(words, scale, less, KB: tl.constexpr, FORMAT: tl.constexpr):
     """[16, KB] words to [16, KB * step] values in the order of columns: the joins of bits 2, 1, 0
     of a column's number within its block stay within a thread."""
     if FORMAT == "int8":
         low = tl.join(
-            values(words, 0, scale, less, FORMAT, zero), values(words, 2, scale, less, FORMAT, zero)
+            values(words, 0, scale, less, FORMAT), values(words, 2, scale, less, FORMAT)
         )
         high = tl.join(
-            values(words, 1, scale, less, FORMAT, zero), values(words, 3, scale, less, FORMAT, zero)
+            values(words, 1, scale, less, FORMAT), values(words, 3, scale, less, FORMAT)
         )
         return tl.reshape(tl.join(low, high), [16, KB * 4])
     else:
         c0 = tl.join(
-            values(words, 0, scale, less, FORMAT, zero), values(words, 1, scale, less, FORMAT, zero)
+            values(words, 0, scale, less, FORMAT), values(words, 1, scale, less, FORMAT)
         )
         c1 = tl.join(
-            values(words, 2, scale, less, FORMAT, zero), values(words, 3, scale, less, FORMAT, zero)
+            values(words, 2, scale, less, FORMAT), values(words, 3, scale, less, FORMAT)
         )
         c2 = tl.join(
-            values(words, 4, scale, less, FORMAT, zero), values(words, 5, scale, less, FORMAT, zero)
+            values(words, 4, scale, less, FORMAT), values(words, 5, scale, less, FORMAT)
         )
         c3 = tl.join(
-            values(words, 6, scale, less, FORMAT, zero), values(words, 7, scale, less, FORMAT, zero)
+            values(words, 6, scale, less, FORMAT), values(words, 7, scale, less, FORMAT)
         )
         return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [16, KB * 8])
 
