@@ -7,8 +7,10 @@ about CPU kernels).  Three forms by the number of tokens:
 1          `_row`: every program multiplies TILES tiles with the row of x in float32 units
            (tile_words.py has the budget).  Floor: the packed bytes.
 2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
-           a dense copy of the weight would be.  x is the left operand [16 or 32, K].  An int4 weight
-           takes 0.5 shift, 1 AND-OR, 1 FMA and half a conversion: 3 of the 4.1 instructions.
+           a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
+           a program share K (a batched product, summed at the end), so that a program may own few
+           rows.  An int4 weight takes 2 of its 4.1 instructions in bf16, 3.7 with all that comes
+           beside (the splitting of x into columns of a block, most of all).
            Floor: the packed bytes.
 more       `unpack` into a scratch matrix, then the dense product.
            Floor: packed bytes read, dense bytes written and read; 2*T*N*K FLOPs.
@@ -47,7 +49,11 @@ MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 @dataclass(frozen=True)
 class TileConfig:
-    """tiles: tiles of a program; kb: 64-byte blocks of a step (`_row`: 16 * warps at most)."""
+    """tiles: tiles of a program.
+
+    kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
+    each warp alone, 16 at least (a group of 128 columns).
+    """
 
     tiles: int
     kb: int
@@ -64,7 +70,7 @@ ROW_SWEEP = tuple(
 )
 ROWS_SWEEP = tuple(
     TileConfig(tiles, kb, warps, stages)
-    for tiles, kb, warps, stages in product((2, 4, 8), (16, 32, 64), (2, 4, 8), (2, 4))
+    for tiles, kb, warps, stages in product((1, 2, 4), (16, 32), (2, 4, 8), (2, 3, 4))
 )
 
 
@@ -276,8 +282,21 @@ def _rows(
         if FORMAT == "int8":
             scale, less = 1.0, 0.0
         else:
-            at = (tile[None, None, :] * groups + kb // (GROUP // STEP)) * 16 + row[None, None, :]
-            scale, less = group_scale(data + scales_at, at, inside, FORMAT, EVEN)
+            scale, less = _group_scales(
+                data + scales_at,
+                tile,
+                row,
+                tiles,
+                start + split * KB,
+                blocks,
+                groups,
+                FORMAT,
+                GROUP // STEP,
+                EVEN,
+                TILES,
+                KB,
+                SPLIT,
+            )
         col = (start + split * KB) * STEP + tl.arange(0, KB * STEP)[None, None, :]
         mask = (token < tokens)[None, :, None] & (col < cols)
         xs = tl.load(x + token[None, :, None] * stride_x + col, mask=mask, other=0.0)
@@ -289,6 +308,42 @@ def _rows(
     if FORMAT != "int4":
         sums *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
     _store(sums, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+
+
+@triton.jit
+def _group_scales(
+    scales,
+    tile,
+    row,
+    tiles,
+    first,
+    blocks,
+    groups,
+    FORMAT: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    KB: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Scales [SPLIT, KB, TILES * 16] of which every group is loaded once: blocks of a step are
+    whole groups, SPAN blocks each."""
+    COUNT: tl.constexpr = KB // SPAN
+    kb = first + SPAN * tl.arange(0, COUNT)[None, :, None]
+    inside = (tile < tiles)[None, None, :] & (kb < blocks)
+    at = (tile[None, None, :] * groups + kb // SPAN) * 16 + row[None, None, :]
+    scale, less = group_scale(scales, at, inside, FORMAT, EVEN)
+    scale = _repeated(scale, SPAN)
+    return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
+
+
+@triton.jit
+def _repeated(values, TIMES: tl.constexpr):
+    """[a, b, c] -> [a, b * TIMES, c], each row of the middle axis TIMES times."""
+    a: tl.constexpr = values.shape[0]
+    b: tl.constexpr = values.shape[1]
+    c: tl.constexpr = values.shape[2]
+    return tl.reshape(tl.broadcast_to(values[:, :, None, :], [a, b, TIMES, c]), [a, b * TIMES, c])
 
 
 @triton.jit

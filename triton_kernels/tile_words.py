@@ -48,12 +48,22 @@ def _and_or(bits, mask: tl.constexpr, ones: tl.constexpr):
         return (bits & mask) | ones
     elif ones == 0x43800000:
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;", "=r,r,r", [bits, bits * 0 + mask], tl.uint32, True, 1
+            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;",
+            "=r,r,r",
+            [bits, bits * 0 + mask],
+            tl.uint32,
+            True,
+            1,
         )
     else:
         tl.static_assert(ones == 0x41800000)
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;", "=r,r,r", [bits, bits * 0 + mask], tl.uint32, True, 1
+            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;",
+            "=r,r,r",
+            [bits, bits * 0 + mask],
+            tl.uint32,
+            True,
+            1,
         )
 
 

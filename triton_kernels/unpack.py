@@ -120,26 +120,14 @@ def _in_order(words, scale, less, KB: tl.constexpr, FORMAT: tl.constexpr):
     """[16, KB] words to [16, KB * step] values in the order of columns: the joins of bits 2, 1, 0
     of a column's number within its block stay within a thread."""
     if FORMAT == "int8":
-        low = tl.join(
-            values(words, 0, scale, less, FORMAT), values(words, 2, scale, less, FORMAT)
-        )
-        high = tl.join(
-            values(words, 1, scale, less, FORMAT), values(words, 3, scale, less, FORMAT)
-        )
+        low = tl.join(values(words, 0, scale, less, FORMAT), values(words, 2, scale, less, FORMAT))
+        high = tl.join(values(words, 1, scale, less, FORMAT), values(words, 3, scale, less, FORMAT))
         return tl.reshape(tl.join(low, high), [16, KB * 4])
     else:
-        c0 = tl.join(
-            values(words, 0, scale, less, FORMAT), values(words, 1, scale, less, FORMAT)
-        )
-        c1 = tl.join(
-            values(words, 2, scale, less, FORMAT), values(words, 3, scale, less, FORMAT)
-        )
-        c2 = tl.join(
-            values(words, 4, scale, less, FORMAT), values(words, 5, scale, less, FORMAT)
-        )
-        c3 = tl.join(
-            values(words, 6, scale, less, FORMAT), values(words, 7, scale, less, FORMAT)
-        )
+        c0 = tl.join(values(words, 0, scale, less, FORMAT), values(words, 1, scale, less, FORMAT))
+        c1 = tl.join(values(words, 2, scale, less, FORMAT), values(words, 3, scale, less, FORMAT))
+        c2 = tl.join(values(words, 4, scale, less, FORMAT), values(words, 5, scale, less, FORMAT))
+        c3 = tl.join(values(words, 6, scale, less, FORMAT), values(words, 7, scale, less, FORMAT))
         return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [16, KB * 8])
 
 

@@ -98,8 +98,3 @@ def test_swiglu(act: str, tokens: int, gate_up: bool, device: torch.device) -> N
         y = poisoned(tokens, depth, dtype=dtype, device=device)
         swiglu_packed(x, w13, w2, out=(y,), act=act)
         check(y, reference("nn.swiglu", x, v13, v2, act=act), 1e-4)
-
-
-TEXT = """ktgraph.ir 1
-module @m home cuda:0
-"""
