@@ -1,0 +1,227 @@
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+"""Sort (token, expert) pairs by expert on the device, padded to blocks of rows.
+
+A grouped GEMM works on blocks of `block_m` rows that belong to one expert.  `align` is a stable
+counting sort of the flat ids [T*K] (pair p is choice p % K of token p // K) that writes
+
+    order[blocks * block_m]  pair of each row; rows that a block does not use hold garbage
+    block_expert[blocks]     expert of each block; 0 for blocks past the last used one
+    block_rows[blocks]       rows in use of each block, 1..block_m; 0: the block is to be skipped
+
+Pairs whose id is -1 take part in no block.  `blocks` is an upper bound that the host knows, so no
+result travels to the host; used blocks come first, ordered by expert.
+
+Tiling: a program owns a chunk of pairs and walks it in sub-chunks, whose one-hot matrix
+[SUB, E] gives counts by a sum over rows and ranks by a running sum.  One chunk takes one launch;
+more take two: counts of each chunk, then every program sums the counts of all chunks (those of
+earlier ones are its base) and places its pairs.  No atomics, so the order is always the same.
+
+Bytes: 4 per pair read once or twice and written once; the time is that of one or two launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ktgraph.triton_kernels.compile import CompileCase
+
+_CHUNK = 1024  # pairs of a program
+_ONE_HOT = 8192  # elements of a one-hot matrix: SUB * experts
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Rows of a grouped GEMM, sorted by expert (see the file's docstring)."""
+
+    order: torch.Tensor
+    block_expert: torch.Tensor
+    block_rows: torch.Tensor
+    block_m: int
+
+    @property
+    def blocks(self) -> int:
+        return self.block_expert.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the sorted matrix, padding included."""
+        return self.order.shape[0]
+
+
+def max_blocks(pairs: int, experts: int, block_m: int) -> int:
+    """The most blocks any choice of experts can need: every touched expert wastes part of one."""
+    return pairs // block_m + min(pairs, experts)
+
+
+def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
+    """Sort ids i32[T, K] (contiguous) by expert.  Only launches; allocates the results."""
+    assert ids.dtype == torch.int32
+    assert ids.is_contiguous()
+    pairs, blocks = ids.numel(), max_blocks(ids.numel(), experts, block_m)
+
+    def made(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, device=ids.device)
+
+    result = Alignment(made(blocks * block_m), made(blocks), made(blocks), block_m)
+    padded = triton.next_power_of_2(experts)
+    chunks = triton.cdiv(pairs, _CHUNK)
+    sub = min(_CHUNK, max(16, _ONE_HOT // padded))
+    counts = made(chunks * padded)
+    if chunks > 1:
+        _count_chunks[(chunks,)](ids, counts, pairs, CHUNK=_CHUNK, SUB=sub, E=padded, num_warps=8)
+    _place[(chunks,)](
+        ids,
+        counts,
+        result.order,
+        result.block_expert,
+        result.block_rows,
+        pairs,
+        blocks,
+        chunks,
+        BLOCK_M=block_m,
+        CHUNK=_CHUNK,
+        SUB=sub,
+        E=padded,
+        SINGLE=chunks == 1,
+        num_warps=8,
+    )
+    return result
+
+
+@triton.jit
+def _one_hot(ids, at, pairs, SUB: tl.constexpr, E: tl.constexpr):
+    """[SUB, E] matrix of 0 and 1; a row of zeros for a skipped pair."""
+    i = at + tl.arange(0, SUB)
+    expert = tl.load(ids + i, mask=i < pairs, other=-1)
+    return (expert[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _count(ids, start, pairs, CHUNK: tl.constexpr, SUB: tl.constexpr, E: tl.constexpr):
+    """Pairs of each expert in the chunk at `start`."""
+    total = tl.zeros([E], dtype=tl.int32)
+    for at in range(start, min(start + CHUNK, pairs), SUB):
+        total += tl.sum(_one_hot(ids, at, pairs, SUB, E), axis=0)
+    return total
+
+
+@triton.jit
+def _count_chunks(ids, counts, pairs, CHUNK: tl.constexpr, SUB: tl.constexpr, E: tl.constexpr):
+    chunk = tl.program_id(0)
+    total = _count(ids, chunk * CHUNK, pairs, CHUNK, SUB, E)
+    tl.store(counts + chunk * E + tl.arange(0, E), total)
+
+
+@triton.jit
+def _place(
+    ids,
+    counts,
+    order,
+    block_expert,
+    block_rows,
+    pairs,
+    blocks,
+    chunks,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SUB: tl.constexpr,
+    E: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, E)
+    earlier = tl.zeros([E], dtype=tl.int32)  # pairs of each expert in the chunks before this one
+    if SINGLE:
+        total = _count(ids, 0, pairs, CHUNK, SUB, E)
+    else:
+        total = tl.zeros([E], dtype=tl.int32)
+        for c0 in range(0, chunks, 16):
+            c = c0 + tl.arange(0, 16)
+            part = tl.load(counts + c[:, None] * E + expert, mask=(c < chunks)[:, None], other=0)
+            total += tl.sum(part, axis=0)
+            earlier += tl.sum(tl.where((c < chunk)[:, None], part, 0), axis=0)
+
+    used = (total + BLOCK_M - 1) // BLOCK_M  # blocks of each expert
+    end = tl.cumsum(used, axis=0)
+    first = end - used
+    _write_blocks(
+        block_expert, block_rows, total, first, end, chunk, chunks, blocks, BLOCK_M, SUB, E
+    )
+
+    base = first * BLOCK_M + earlier
+    start = chunk * CHUNK
+    for at in range(start, min(start + CHUNK, pairs), SUB):
+        hot = _one_hot(ids, at, pairs, SUB, E)
+        row = tl.sum(hot * (base[None, :] + tl.cumsum(hot, axis=0) - 1), axis=1)
+        chosen = tl.sum(hot, axis=1) > 0
+        tl.store(order + row, at + tl.arange(0, SUB), mask=chosen)
+        base += tl.sum(hot, axis=0)
+
+
+@triton.jit
+def _write_blocks(
+    block_expert,
+    block_rows,
+    total,
+    first,
+    end,
+    chunk,
+    chunks,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    SUB: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Expert and rows of each block; the programs share the blocks in strides of SUB."""
+    for at in range(chunk * SUB, blocks, chunks * SUB):
+        b = at + tl.arange(0, SUB)
+        mine = (b[:, None] >= first[None, :]) & (b[:, None] < end[None, :])
+        left = total[None, :] - (b[:, None] - first[None, :]) * BLOCK_M
+        rows = tl.sum(tl.where(mine, tl.minimum(left, BLOCK_M), 0), axis=1)
+        owner = tl.sum(tl.where(mine, tl.arange(0, E)[None, :], 0), axis=1)
+        tl.store(block_rows + b, rows, mask=b < blocks)
+        tl.store(block_expert + b, owner, mask=b < blocks)
+
+
+_PLACE_TYPES = {
+    "ids": "*i32:16",
+    "counts": "*i32:16",
+    "order": "*i32:16",
+    "block_expert": "*i32:16",
+    "block_rows": "*i32:16",
+    "pairs": "i32",
+    "blocks": "i32",
+    "chunks": "i32",
+}
+COMPILE_CASES = [
+    *(
+        CompileCase(
+            _place,
+            f"moe_align.place E={e} {'one' if single else 'many'}",
+            _PLACE_TYPES,
+            {
+                "BLOCK_M": 64,
+                "CHUNK": _CHUNK,
+                "SUB": max(16, _ONE_HOT // e),
+                "E": e,
+                "SINGLE": single,
+            },
+            num_warps=8,
+        )
+        for e in (8, 64, 128, 256, 512)
+        for single in (True, False)
+    ),
+    CompileCase(
+        _count_chunks,
+        "moe_align.count E=128",
+        {"ids": "*i32:16", "counts": "*i32:16", "pairs": "i32"},
+        {"CHUNK": _CHUNK, "SUB": 64, "E": 128},
+        num_warps=8,
+    ),
+]
+
+__all__ = ["Alignment", "align", "max_blocks"]
