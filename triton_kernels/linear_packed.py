@@ -35,6 +35,7 @@ from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import (
+    gate_and_up,
     group_scale,
     loaded,
     logical_row,
@@ -357,7 +358,7 @@ def _number(c: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _planes(xs, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, KB: tl.constexpr, FORMAT: tl.constexpr):
-    """x [SPLIT, BLOCK_T, KB * step] as one [SPLIT, BLOCK_T, KB] for each column of a block, in order."""
+    """x [SPLIT, BLOCK_T, KB * step] as a [SPLIT, BLOCK_T, KB] for each column of a block."""
     if FORMAT == "int8":
         even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2]))
         p0, p2 = tl.split(even)
@@ -403,15 +404,6 @@ def _store(
         is_row = at < rows // 2
     target = y + token.to(tl.int64)[:, None] * stride_y + at[None, :]
     tl.store(target, rounded(result, kind), mask=(token < tokens)[:, None] & is_row[None, :])
-
-
-@triton.jit
-def gate_and_up(acc, TILES: tl.constexpr):
-    """[P, TILES * 16] of tiles gate, up, gate ... as two of [P, TILES * 8]."""
-    P: tl.constexpr = acc.shape[0]
-    pairs = tl.reshape(acc, [P, TILES // 2, 2, 16])
-    gate, up = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-    return tl.reshape(gate, [P, TILES * 8]), tl.reshape(up, [P, TILES * 8])
 
 
 _SIZES = ("rows", "cols", "blocks", "scales_at", "row_scales_at", "stride_x", "stride_y")
@@ -473,7 +465,6 @@ __all__ = [
     "ROW_SWEEP",
     "TileConfig",
     "config_for",
-    "gate_and_up",
     "linear_packed",
     "product_of_tiles",
     "swiglu_packed",

@@ -271,3 +271,27 @@ def tiles_times_rows(
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
     return sums
+
+
+@triton.jit
+def gate_and_up(acc, TILES: tl.constexpr):
+    """[P, TILES * 16] of tiles gate, up, gate ... as two of [P, TILES * 8]."""
+    P: tl.constexpr = acc.shape[0]
+    pairs = tl.reshape(acc, [P, TILES // 2, 2, 16])
+    gate, up = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    return tl.reshape(gate, [P, TILES * 8]), tl.reshape(up, [P, TILES * 8])
+
+
+__all__ = [
+    "added",
+    "column",
+    "gate_and_up",
+    "group_scale",
+    "loaded",
+    "logical_row",
+    "mantissa",
+    "operands",
+    "row_scales",
+    "tiles_times_rows",
+    "values",
+]
