@@ -247,7 +247,9 @@ def tiles_times_rows(
             if EVEN:
                 value = tl.load(x + at).to(tl.float32)
             else:
-                value = tl.load(x + at, mask=at < cols, other=0.0).to(tl.float32)
+                # One row of x: a mask by tile would send it through shared memory (see above).
+                has = (at < cols) & valid if x.type.is_block() else at < cols
+                value = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
             number = mantissa(words, n, FORMAT)
             if EXACT:
                 part += value * (number - added(n, FORMAT))
@@ -266,7 +268,7 @@ def tiles_times_rows(
                 part += less * total
             acc += scale * (part - over)
     valid = tl.reshape(valid, [TILES, 1])
-    sums = tl.where(valid, tl.sum(acc, axis=1), 0.0)  # a row of x of no tile may hold anything
+    sums = tl.sum(acc, axis=1)
     if FORMAT != "int4":
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
