@@ -7,8 +7,18 @@ two is copied, never repacked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from ktgraph.cpu_kernels.reference_layouts import STEP, Layout
+from ktgraph.ir.graph import Module, Op
+from ktgraph.ir.types import TensorType
+from ktgraph.ops.registry import Refusal, no, operand_type
+from ktgraph.triton_kernels.registry import Supports
+from ktgraph.weights.encodings import Tile
+
+FORMATS = ("int8", "int4", "int4p")  # what the kernels of this package decode
 
 
 @dataclass(frozen=True)
@@ -26,10 +36,73 @@ class PackedWeight:
     group: int
     gate_up: bool
 
-    @property
+    def __post_init__(self) -> None:
+        if self.data.numel() != self.count * self.stride or self.data.dtype != torch.uint8:
+            wanted = f"uint8[{self.count} * {self.stride}]"
+            raise ValueError(
+                f"{self.count} x {self.format}[{self.rows}, {self.cols}] takes {wanted}, "
+                f"got {self.data.dtype}[{self.data.numel()}]"
+            )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Sizes of one matrix."""
+        return Layout(self.format, self.rows, self.cols, self.group, self.gate_up)
+
+    @cached_property
     def stride(self) -> int:
         """Bytes from one matrix of the stack to the next."""
-        return self.data.numel() // self.count
+        return self.layout.stride
+
+    @property
+    def tiles(self) -> int:
+        return self.layout.tiles
+
+    @property
+    def step(self) -> int:
+        """Columns of a 64-byte block."""
+        return STEP[self.format]
+
+    @property
+    def blocks(self) -> int:
+        """64-byte blocks of a tile."""
+        return self.layout.kpad // self.step
+
+    @property
+    def groups(self) -> int:
+        """Group scales (int4) or codes (int4p) of a row; int8 has none."""
+        return self.layout.groups
+
+    @property
+    def scales_at(self) -> int:
+        """Byte offset of the group scales (int4), the codes (int4p) or the row scales (int8)."""
+        return self.layout.data_nbytes
+
+    @property
+    def row_scales_at(self) -> int:
+        """Byte offset of the f32 scales [tiles][16] of int8 and int4p; int4 has none."""
+        return self.layout.data_nbytes + self.layout.scale_nbytes - 64 * self.tiles
 
 
-__all__ = ["PackedWeight"]
+def packed_weights(*positions: int) -> Supports:
+    """A `supports` that wants the operands at these positions in tiles that the GPU decodes."""
+
+    def supports(op: Op, module: Module) -> bool | Refusal:
+        for position in positions:
+            found = op.operand(position)
+            assert found is not None
+            type = operand_type(module, found)
+            tile = Tile.of(type.encoding) if isinstance(type, TensorType) else None
+            if tile is None or not _decodes(tile):
+                names = ", ".join(f"tile.{f}" for f in FORMATS)
+                return no(f"{found} is {type}; this kernel takes {names}", op)
+        return True
+
+    return supports
+
+
+def _decodes(tile: Tile) -> bool:
+    return tile.format in FORMATS and not (tile.format == "int8" and tile.group)
+
+
+__all__ = ["FORMATS", "PackedWeight", "packed_weights"]

@@ -1,0 +1,100 @@
+"""Packed linear and gated MLP against the op references on the values of the packed bytes."""
+
+import pytest
+import torch
+from tile_weights import FORMATS, packed
+
+from ktgraph.ops import op_def
+from ktgraph.triton_kernels.linear_packed import (
+    MOST_DIRECT,
+    TileConfig,
+    linear_packed,
+    product_of_tiles,
+    swiglu_packed,
+)
+from tests.triton_kernels.close import DTYPES, check, poisoned, strided
+
+BOUND = 2e-5  # bf16 results: 2^-9 relative each, and bf16 weights where the matrix units run
+
+
+def reference(name: str, *operands: torch.Tensor | None, **attrs: object) -> torch.Tensor:
+    return op_def(name).reference(*operands, **attrs)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize(("rows", "cols"), [(33, 203), (128, 1024), (80, 64)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_one_token(
+    format: str, group: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    w, values = packed(torch.randn(rows, cols) / cols**0.5, format, group, device)
+    x = torch.randn(1, cols, device=device).to(dtype)
+    b = torch.randn(rows, device=device).to(dtype)
+    for bias in (None, b):
+        y = poisoned(1, rows, dtype=dtype, device=device)
+        linear_packed(x, w, bias, out=(y,))
+        wanted = reference("nn.linear", x.float(), values, bias).to(dtype)
+        check(y, wanted, BOUND)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize("tokens", [2, 7, 17, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_few_tokens(
+    format: str, group: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    rows, cols = (45, 203) if tokens != 7 else (64, 512)
+    w, values = packed(torch.randn(rows, cols) / cols**0.5, format, group, device)
+    x = strided(torch.randn(tokens, cols, device=device).to(dtype))
+    b = torch.randn(rows, device=device).to(dtype)
+    for bias in (None, b):
+        y = strided(poisoned(tokens, rows, dtype=dtype, device=device))
+        linear_packed(x, w, bias, out=(y,))
+        check(y, reference("nn.linear", x, values.to(dtype), bias), BOUND)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_of_many_tokens(format: str, group: int, bias: bool, device: torch.device) -> None:
+    tokens = MOST_DIRECT + 33
+    w, values = packed(torch.randn(45, 203), format, group, device)
+    x = torch.randn(tokens, 203, device=device)
+    b = torch.randn(45, device=device) if bias else None
+    y = poisoned(tokens, 45, dtype=x.dtype, device=device)
+    linear_packed(x, w, b, out=(y,))
+    check(y, reference("nn.linear", x, values, b), BOUND)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_rows_of_gate_and_up_tiles_are_put_in_order(tokens: int, device: torch.device) -> None:
+    w, values = packed(torch.randn(42, 100), "int4", 32, device, gate_up=True)
+    x = torch.randn(tokens, 100, device=device)
+    y = poisoned(tokens, 42, dtype=x.dtype, device=device)
+    linear_packed(x, w, out=(y,))
+    check(y, reference("nn.linear", x, values), BOUND)
+
+
+@pytest.mark.parametrize(("tokens", "config"), [
+    (1, TileConfig(4, 32, 2, 1)), (1, TileConfig(8, 128, 8, 3)),
+    (3, TileConfig(1, 16, 2, 2)), (3, TileConfig(8, 64, 8, 4)),
+])  # fmt: skip
+def test_configs(tokens: int, config: TileConfig, device: torch.device) -> None:
+    w, values = packed(torch.randn(77, 530), "int4", 64, device)
+    x = torch.randn(tokens, 530, device=device)
+    y = poisoned(tokens, 77, dtype=x.dtype, device=device)
+    product_of_tiles(x, w, None, y, act=None, config=config)
+    check(y, reference("nn.linear", x, values), BOUND)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"])
+@pytest.mark.parametrize("tokens", [1, 7, 35])
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_swiglu(act: str, tokens: int, gate_up: bool, device: torch.device) -> None:
+    width, depth = 42, 96
+    w13, v13 = packed(torch.randn(2 * width, depth) / 9, "int4", 32, device, gate_up=gate_up)
+    w2, v2 = packed(torch.randn(depth, width) / 6, "int8", 0, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, depth, device=device).to(dtype)
+        y = poisoned(tokens, depth, dtype=dtype, device=device)
+        swiglu_packed(x, w13, w2, out=(y,), act=act)
+        check(y, reference("nn.swiglu", x, v13, v2, act=act), 1e-4)

@@ -1,0 +1,443 @@
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+"""moe.grouped_mlp with packed experts: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
+
+Few pairs (decode), two launches, bound by the packed bytes of the chosen experts:
+    1. (pair, TILES tiles of w13, gate and up in turn): a row of x times the tiles, the activation,
+       h[pair, F].  Pairs are the fastest axis, so that tokens of one expert meet in L2.
+    2. (token, 16 rows of w2): the tiles of all K experts at once, each with its row of h, so that
+       a program has many loads in flight; then the weighted sum.
+Many pairs (prefill): chunks of experts are unpacked into a scratch of bounded size, and the
+    dense grouped GEMMs run on each chunk's pairs (moe_align, grouped_gemm); then weighted_sum.
+
+Which: an expert costs its packed bytes for each pair in decode form; in prefill form it is read
+packed, written and read dense, about 9 times the bytes of int4, whether it is chosen or not.
+
+Sums have a fixed shape: same inputs, same bits.  Rounding points are the op reference's.
+Floor: 6*T*K*D*F FLOPs; packed bytes of the touched experts.  Budget: tile_words.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+
+from ktgraph.triton_kernels.activations import gated
+from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
+from ktgraph.triton_kernels.moe_align import align
+from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.registry import cuda_kernel
+from ktgraph.triton_kernels.rounding import rounded, through
+from ktgraph.triton_kernels.tile_words import gate_and_up, tiles_times_rows
+from ktgraph.triton_kernels.unpack import unpack
+from ktgraph.triton_kernels.weighted_sum import weighted_sum
+
+DECODE_PAIRS = 64  # always decode up to here,
+PAIRS_PER_EXPERT = 4  # and up to this many pairs for every expert of the stack
+SCRATCH_BYTES = 1 << 30  # of unpacked experts
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """gate_up_*: TILES (even), 64-byte blocks of a step (16 * warps at most), warps, stages.
+
+    down_*: the same of launch 2, whose tiles are the K choices and whose step follows from them.
+    """
+
+    gate_up_tiles: int = 2
+    gate_up_kb: int = 64
+    gate_up_warps: int = 4
+    gate_up_stages: int = 1
+    down_warps: int = 16
+    down_stages: int = 3
+
+    def down_kb(self, choices: int) -> int:
+        """As many blocks as keep a step of h smaller than the program's threads."""
+        return max(8, 16 * self.down_warps // choices)
+
+
+DECODE = DecodeConfig()
+GATE_UP_SWEEP = tuple(
+    DecodeConfig(tiles, kb * warps, warps, stages)
+    for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
+)
+DOWN_SWEEP = tuple(
+    DecodeConfig(down_warps=warps, down_stages=stages)
+    for warps, stages in product((4, 8, 16), (1, 2, 3, 4))
+)
+
+
+@cuda_kernel(
+    "moe.grouped_mlp",
+    name="triton.grouped_mlp_packed",
+    nmse=1e-4,
+    supports=packed_weights(3, 4),
+)
+def grouped_mlp_packed(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    *,
+    out: tuple[torch.Tensor],
+    act: str,
+    alpha: float,
+    limit: float,
+    config: DecodeConfig = DECODE,
+    decode_pairs: int | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> None:
+    """decode_pairs: the most pairs for the decode form (default: from the number of experts)."""
+    if ids.numel() == 0:
+        return
+    assert x.stride(-1) == out[0].stride(-1) == 1
+    assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
+    most = decode_pairs
+    if most is None:
+        most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
+    if ids.numel() <= most and w13.gate_up:
+        hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, config)
+        decode_down(hidden, ids, weights, w2, b2, out[0], config)
+    else:
+        _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
+
+
+def decode_gate_up(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: PackedWeight,
+    b13: torch.Tensor | None,
+    act: str,
+    alpha: float,
+    limit: float,
+    config: DecodeConfig = DECODE,
+) -> torch.Tensor:
+    """h[pairs, F]; rows of skipped pairs are not written."""
+    width = w13.rows // 2
+    hidden = x.new_empty(ids.numel(), width)
+    tiles, kb = config.gate_up_tiles, config.gate_up_kb
+    even = w13.blocks % kb == 0 and w13.blocks * w13.step == w13.cols and w13.tiles % tiles == 0
+    _gate_up[(ids.numel(), triton.cdiv(w13.tiles, tiles))](
+        x,
+        ids,
+        w13.data,
+        b13,
+        hidden,
+        width,
+        w13.cols,
+        w13.blocks,
+        w13.tiles,
+        w13.groups,
+        w13.stride,
+        w13.scales_at,
+        w13.row_scales_at,
+        x.stride(0),
+        alpha,
+        limit,
+        K=ids.shape[1],
+        FORMAT=w13.format,
+        GROUP=w13.group,
+        ACT=act,
+        HAS_BIAS=b13 is not None,
+        EVEN=even,
+        TILES=tiles,
+        KB=kb,
+        STAGES=config.gate_up_stages,
+        num_warps=config.gate_up_warps,
+    )
+    return hidden
+
+
+def decode_down(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w2: PackedWeight,
+    b2: torch.Tensor | None,
+    out: torch.Tensor,
+    config: DecodeConfig = DECODE,
+) -> None:
+    assert not w2.gate_up
+    tokens, top_k = ids.shape
+    choices = triton.next_power_of_2(top_k)
+    _down[(tokens, w2.tiles)](
+        hidden,
+        ids,
+        weights,
+        w2.data,
+        b2,
+        out,
+        w2.rows,
+        w2.cols,
+        w2.blocks,
+        w2.groups,
+        w2.stride,
+        w2.scales_at,
+        w2.row_scales_at,
+        out.stride(0),
+        K=top_k,
+        CHOICES=choices,
+        FORMAT=w2.format,
+        GROUP=w2.group,
+        HAS_BIAS=b2 is not None,
+        KB=config.down_kb(choices),
+        STAGES=config.down_stages,
+        num_warps=config.down_warps,
+    )
+
+
+def experts_of_chunk(
+    w13: PackedWeight, w2: PackedWeight, dtype: torch.dtype, scratch_bytes: int
+) -> int:
+    """Experts that the scratch holds unpacked, chunks being of nearly equal size."""
+    one = (w13.rows * w13.cols + w2.rows * w2.cols) * dtype.itemsize
+    chunks = triton.cdiv(w13.count, max(1, scratch_bytes // one))
+    return triton.cdiv(w13.count, chunks)
+
+
+def _prefill(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    out: torch.Tensor,
+    act: str,
+    alpha: float,
+    limit: float,
+    scratch_bytes: int,
+) -> None:
+    pairs, experts = ids.numel(), w13.count
+    size = experts_of_chunk(w13, w2, x.dtype, scratch_bytes)
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    small = x.dtype == torch.float32 or bool(w13.cols % 8 or w2.cols % 8)
+    tiles = grouped_config(pairs, experts, small=small, capability=capability)
+    dense13 = x.new_empty(size, w13.rows, w13.cols)
+    dense2 = x.new_empty(size, w2.rows, w2.cols)
+    y = x.new_empty(pairs, w2.rows)
+    for first in range(0, experts, size):
+        count = min(size, experts - first)
+        unpack(w13, dense13[:count], first)
+        unpack(w2, dense2[:count], first)
+        last = first + count
+        local = ids if count == experts else _local_ids(ids, first, count)
+        aligned = align(local, count, tiles.block_m)
+        hidden = x.new_empty(aligned.rows, w2.cols)
+        launch_gate_up(
+            x,
+            dense13,
+            None if b13 is None else b13[first:last],
+            hidden,
+            aligned,
+            ids.shape[1],
+            act=act,
+            alpha=alpha,
+            limit=limit,
+            tile=tiles.gate_up,
+        )
+        bias2 = None if b2 is None else b2[first:last]
+        launch_down(hidden, dense2, bias2, y, aligned, tile=tiles.down)
+    weighted_sum(y, ids, weights, out)
+
+
+def _local_ids(ids: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Numbers within a chunk; -1 for experts of others (as for skipped pairs)."""
+    local = ids - first
+    return torch.where((local >= 0) & (local < count), local, -1)
+
+
+@triton.jit
+def _gate_up(
+    x,
+    ids,
+    data,
+    bias,
+    hidden,
+    width,
+    cols,
+    blocks,
+    tiles,
+    groups,
+    stride,
+    scales_at,
+    row_scales_at,
+    stride_x,
+    alpha,
+    limit,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    KB: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    expert = tl.load(ids + pair).to(tl.int64)
+    if expert < 0:
+        return
+    tile = (tl.program_id(1) * TILES + tl.arange(0, TILES))[:, None, None]
+    acc = tiles_times_rows(
+        x + (pair // K).to(tl.int64) * stride_x,
+        data,
+        expert * stride + (tile * 0).to(tl.int64),
+        tile,
+        tile < tiles,
+        cols,
+        blocks,
+        groups,
+        scales_at,
+        row_scales_at,
+        FORMAT,
+        GROUP,
+        EVEN,
+        TILES,
+        KB,
+        STAGES,
+    )
+    gate, up = gate_and_up(tl.reshape(acc, [1, TILES * 16]), TILES)
+    at = (tl.program_id(1) * TILES * 8 + tl.arange(0, TILES * 8))[None, :]
+    if HAS_BIAS:
+        row = bias + expert * 2 * width + at
+        gate += tl.load(row, mask=at < width, other=0.0).to(tl.float32)
+        up += tl.load(row + width, mask=at < width, other=0.0).to(tl.float32)
+    kind = hidden.dtype.element_ty
+    h = gated(through(gate, kind), through(up, kind), alpha, limit, ACT, kind)
+    tl.store(hidden + pair.to(tl.int64) * width + at, rounded(h, kind), mask=at < width)
+
+
+@triton.jit
+def _down(
+    hidden,
+    ids,
+    weights,
+    data,
+    bias,
+    out,
+    rows,
+    cols,
+    blocks,
+    groups,
+    stride,
+    scales_at,
+    row_scales_at,
+    stride_out,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KB: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    token, tile = tl.program_id(0), tl.program_id(1)
+    choice = tl.arange(0, CHOICES)[:, None, None]
+    pair = token * K + tl.minimum(choice, K - 1)
+    expert = tl.load(ids + pair, mask=choice < K, other=-1).to(tl.int64)
+    valid = expert >= 0
+    expert = tl.maximum(expert, 0)
+    y = tiles_times_rows(
+        hidden + pair.to(tl.int64) * cols,
+        data,
+        expert * stride,
+        tile + choice * 0,
+        valid,
+        cols,
+        blocks,
+        groups,
+        scales_at,
+        row_scales_at,
+        FORMAT,
+        GROUP,
+        False,
+        CHOICES,
+        KB,
+        STAGES,
+    )
+    row = tile * 16 + tl.arange(0, 16)
+    valid = tl.reshape(valid, [CHOICES, 1])
+    if HAS_BIAS:
+        at = tl.reshape(expert, [CHOICES, 1]) * rows + row[None, :]
+        y += tl.load(bias + at, mask=valid & (row < rows)[None, :], other=0.0).to(tl.float32)
+    weight = tl.load(weights + tl.reshape(pair, [CHOICES, 1]), mask=valid, other=0.0)
+    kind = out.dtype.element_ty
+    total = tl.sum(through(y, kind) * weight, axis=0)
+    at = out + token.to(tl.int64) * stride_out + row
+    tl.store(at, rounded(total, kind), mask=row < rows)
+
+
+_SIZES = ("width", "rows", "cols", "blocks", "stride", "scales_at", "row_scales_at")
+_SHARED = {
+    "ids": "*i32:16",
+    "data": "*u8:16",
+    "tiles": "i32",
+    "groups": "i32",
+    "alpha": "fp32",
+    "limit": "fp32",
+    "weights": "*fp32:16",
+    **{n: "i32:16" for n in (*_SIZES, "stride_x", "stride_out")},
+}
+
+
+def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> CompileCase:
+    is_down = kernel is _down
+    choices = triton.next_power_of_2(top_k)
+    constants: dict[str, object] = {
+        "K": top_k,
+        "FORMAT": format,
+        "GROUP": 0 if format == "int8" else 64,
+        "HAS_BIAS": bias,
+        "KB": DECODE.down_kb(choices) if is_down else DECODE.gate_up_kb,
+        "STAGES": DECODE.down_stages if is_down else DECODE.gate_up_stages,
+    }
+    if is_down:
+        constants["CHOICES"] = choices
+    else:
+        constants |= {"ACT": "silu", "EVEN": not bias, "TILES": DECODE.gate_up_tiles}
+    pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "hidden", "out")}
+    types = {**_SHARED, **pointers}
+    return CompileCase(
+        kernel,
+        f"grouped_mlp_packed.{'down' if is_down else 'gate_up'} {format} {dtype} K={top_k}",
+        {n: t for n, t in types.items() if n in _names(kernel) and n not in constants},
+        constants,
+        DECODE.down_warps if is_down else DECODE.gate_up_warps,
+        3,
+    )
+
+
+def _names(kernel: object) -> list[str]:
+    return kernel.arg_names  # pyright: ignore[reportAttributeAccessIssue]
+
+
+COMPILE_CASES = [
+    _case(kernel, format, dtype, top_k, bias)
+    for kernel in (_gate_up, _down)
+    for format in FORMATS
+    for dtype, top_k, bias in (("bf16", 6, False), ("bf16", 8, True), ("fp32", 2, True))
+]
+
+__all__ = [
+    "DECODE",
+    "DECODE_PAIRS",
+    "DOWN_SWEEP",
+    "GATE_UP_SWEEP",
+    "PAIRS_PER_EXPERT",
+    "SCRATCH_BYTES",
+    "DecodeConfig",
+    "decode_down",
+    "decode_gate_up",
+    "experts_of_chunk",
+    "grouped_mlp_packed",
+]

@@ -1,0 +1,471 @@
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+"""Linear and gated MLP with packed weights: y = x @ w.T + b, and w2 @ (act(gate) * up).
+
+The value of a weight is what its bytes mean; x is taken as it is (the tile's `rows=` attribute is
+about CPU kernels).  Three forms by the number of tokens:
+
+1          `_row`: every program multiplies TILES tiles with the row of x in float32 units
+           (tile_words.py has the budget).  Floor: the packed bytes.
+2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
+           a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
+           a program share K (a batched product, summed at the end), so that a program may own few
+           rows.  An int4 weight takes 2 of its 4.1 instructions in bf16, 3.7 with all that comes
+           beside (the splitting of x into columns of a block, most of all).
+           Floor: the packed bytes.
+more       `unpack` into a scratch matrix, then the dense product.
+           Floor: packed bytes read, dense bytes written and read; 2*T*N*K FLOPs.
+
+With gate_up the first two forms apply the activation to a pair of tiles before anything is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+
+from ktgraph.ops.nn import activation
+from ktgraph.triton_kernels.activations import gated
+from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dots import dot
+from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.registry import cuda_kernel
+from ktgraph.triton_kernels.rounding import rounded, through
+from ktgraph.triton_kernels.tile_words import (
+    gate_and_up,
+    group_scale,
+    loaded,
+    logical_row,
+    operands,
+    row_scales,
+    tiles_times_rows,
+)
+from ktgraph.triton_kernels.unpack import unpack
+
+MOST_DIRECT = 32  # tokens that the packed bytes meet directly
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """tiles: tiles of a program.
+
+    kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
+    each warp alone, 16 at least (a group of 128 columns).
+    """
+
+    tiles: int
+    kb: int
+    warps: int
+    stages: int
+
+
+ROW = TileConfig(2, 64, 4, 1)
+ROWS = TileConfig(2, 16, 4, 3)
+ROWS_F32 = TileConfig(2, 16, 4, 1)
+ROW_SWEEP = tuple(
+    TileConfig(tiles, kb * warps, warps, stages)
+    for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
+)
+ROWS_SWEEP = tuple(
+    TileConfig(tiles, kb, warps, stages)
+    for tiles, kb, warps, stages in product((1, 2, 4), (16, 32), (2, 4, 8), (2, 3, 4))
+)
+
+
+def config_for(tokens: int, dtype: torch.dtype) -> TileConfig:
+    if tokens == 1:
+        return ROW
+    return ROWS_F32 if dtype == torch.float32 else ROWS
+
+
+@cuda_kernel(
+    "nn.linear",
+    name="triton.linear_packed",
+    nmse=1e-4,
+    supports=packed_weights(1),
+)
+def linear_packed(
+    x: torch.Tensor,
+    w: PackedWeight,
+    b: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor],
+    config: TileConfig | None = None,
+) -> None:
+    (y,) = out
+    if x.shape[0] > MOST_DIRECT:
+        _dense(x, w, b, y)
+    else:
+        product_of_tiles(x, w, b, y, act=None, config=config)
+
+
+@cuda_kernel(
+    "nn.swiglu",
+    name="triton.swiglu_packed",
+    nmse=1e-4,
+    supports=packed_weights(1, 2),
+)
+def swiglu_packed(
+    x: torch.Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    *,
+    out: tuple[torch.Tensor],
+    act: str,
+    config: TileConfig | None = None,
+) -> None:
+    (y,) = out
+    tokens = x.shape[0]
+    if tokens > MOST_DIRECT or not w13.gate_up:
+        both = x.new_empty(tokens, w13.rows)
+        linear_packed(x, w13, out=(both,))
+        gate, up = both.chunk(2, dim=-1)
+        hidden = activation(act, gate) * up
+    else:
+        hidden = x.new_empty(tokens, w13.rows // 2)
+        product_of_tiles(x, w13, None, hidden, act=act, config=config)
+    linear_packed(hidden, w2, out=(y,), config=config)
+
+
+def _dense(x: torch.Tensor, w: PackedWeight, b: torch.Tensor | None, y: torch.Tensor) -> None:
+    dense = x.new_empty(1, w.rows, w.cols)
+    unpack(w, dense)
+    if b is None:
+        torch.mm(x, dense[0].T, out=y)
+    else:
+        torch.addmm(b.to(x.dtype), x, dense[0].T, out=y)
+
+
+def product_of_tiles(
+    x: torch.Tensor,
+    w: PackedWeight,
+    b: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    act: str | None,
+    config: TileConfig | None = None,
+) -> None:
+    """y[T, rows] = x @ w.T + b; with `act` y[T, rows / 2] = act(gate) * up (w is gate_up)."""
+    assert w.count == 1
+    assert x.stride(1) == 1
+    assert y.stride(1) == 1
+    assert x.shape[1] == w.cols
+    assert act is None or (w.gate_up and b is None)
+    tokens = x.shape[0]
+    tile = config or config_for(tokens, x.dtype)
+    step = tile.kb if tokens == 1 else tile.kb * tile.warps
+    whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
+    kernel = _row if tokens == 1 else _rows
+    extra = {} if tokens == 1 else {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
+    kernel[(triton.cdiv(w.tiles, tile.tiles),)](
+        x,
+        w.data,
+        b,
+        y,
+        tokens,
+        w.rows,
+        w.cols,
+        w.blocks,
+        w.tiles,
+        w.groups,
+        w.scales_at,
+        w.row_scales_at,
+        x.stride(0),
+        y.stride(0),
+        FORMAT=w.format,
+        GROUP=w.group,
+        GATE_UP=w.gate_up,
+        ACT=act or "",
+        HAS_BIAS=b is not None,
+        EVEN=whole,
+        TILES=tile.tiles,
+        KB=tile.kb,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **extra,
+    )
+
+
+@triton.jit
+def _row(
+    x,
+    data,
+    bias,
+    y,
+    tokens,
+    rows,
+    cols,
+    blocks,
+    tiles,
+    groups,
+    scales_at,
+    row_scales_at,
+    stride_x,
+    stride_y,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    KB: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    shown = tile[:, None, None]
+    acc = tiles_times_rows(
+        x,
+        data,
+        (shown * 0).to(tl.int64),
+        shown,
+        shown < tiles,
+        cols,
+        blocks,
+        groups,
+        scales_at,
+        row_scales_at,
+        FORMAT,
+        GROUP,
+        EVEN,
+        TILES,
+        KB,
+        STAGES,
+    )
+    acc = tl.reshape(acc, [1, TILES * 16])
+    token = tl.arange(0, 1)
+    _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+
+
+@triton.jit
+def _rows(
+    x,
+    data,
+    bias,
+    y,
+    tokens,
+    rows,
+    cols,
+    blocks,
+    tiles,
+    groups,
+    scales_at,
+    row_scales_at,
+    stride_x,
+    stride_y,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    KB: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    kind = x.dtype.element_ty
+    n = tl.arange(0, TILES * 16)
+    tile, row = tl.program_id(0) * TILES + n // 16, n % 16
+    token = tl.arange(0, BLOCK_T)
+    split = tl.arange(0, SPLIT)[:, None, None]
+    words_at = data.to(tl.pointer_type(tl.int32)) + tile[None, None, :].to(tl.int64) * blocks * 16
+    acc = tl.zeros([SPLIT, BLOCK_T, TILES * 16], dtype=tl.float32)
+    for start in tl.range(0, blocks, SPLIT * KB, num_stages=STAGES):
+        kb = start + split * KB + tl.arange(0, KB)[None, :, None]
+        inside = (tile < tiles)[None, None, :] & (kb < blocks)
+        words = loaded(words_at + kb * 16 + row[None, None, :], inside, FORMAT, EVEN)
+        if FORMAT == "int8":
+            scale, less = 1.0, 0.0
+        else:
+            scale, less = _group_scales(
+                data + scales_at,
+                tile,
+                row,
+                tiles,
+                start + split * KB,
+                blocks,
+                groups,
+                FORMAT,
+                GROUP // STEP,
+                EVEN,
+                TILES,
+                KB,
+                SPLIT,
+            )
+        col = (start + split * KB) * STEP + tl.arange(0, KB * STEP)[None, None, :]
+        mask = (token < tokens)[None, :, None] & (col < cols)
+        xs = tl.load(x + token[None, :, None] * stride_x + col, mask=mask, other=0.0)
+        planes = _planes(xs, SPLIT, BLOCK_T, KB, FORMAT)
+        for c in tl.static_range(STEP):
+            w = operands(words, _number(c, FORMAT), scale, less, FORMAT, kind)
+            acc = dot(planes[c], w, acc)
+    sums = tl.sum(acc, axis=0)
+    if FORMAT != "int4":
+        sums *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
+    _store(sums, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+
+
+@triton.jit
+def _group_scales(
+    scales,
+    tile,
+    row,
+    tiles,
+    first,
+    blocks,
+    groups,
+    FORMAT: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    KB: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Scales [SPLIT, KB, TILES * 16] of which every group is loaded once: blocks of a step are
+    whole groups, SPAN blocks each."""
+    COUNT: tl.constexpr = KB // SPAN
+    kb = first + SPAN * tl.arange(0, COUNT)[None, :, None]
+    inside = (tile < tiles)[None, None, :] & (kb < blocks)
+    at = (tile[None, None, :] * groups + kb // SPAN) * 16 + row[None, None, :]
+    scale, less = group_scale(scales, at, inside, FORMAT, EVEN)
+    scale = _repeated(scale, SPAN)
+    return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
+
+
+@triton.jit
+def _repeated(values, TIMES: tl.constexpr):
+    """[a, b, c] -> [a, b * TIMES, c], each row of the middle axis TIMES times."""
+    a: tl.constexpr = values.shape[0]
+    b: tl.constexpr = values.shape[1]
+    c: tl.constexpr = values.shape[2]
+    return tl.reshape(tl.broadcast_to(values[:, :, None, :], [a, b, TIMES, c]), [a, b * TIMES, c])
+
+
+@triton.jit
+def _number(c: tl.constexpr, FORMAT: tl.constexpr):
+    """The number within its word of column c of a block: the inverse of `column`."""
+    if FORMAT == "int8":
+        return c
+    else:
+        return 2 * (c % 4) + c // 4
+
+
+@triton.jit
+def _planes(xs, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, KB: tl.constexpr, FORMAT: tl.constexpr):
+    """x [SPLIT, BLOCK_T, KB * step] as a [SPLIT, BLOCK_T, KB] for each column of a block."""
+    if FORMAT == "int8":
+        even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2]))
+        p0, p2 = tl.split(even)
+        p1, p3 = tl.split(odd)
+        return p0, p1, p2, p3
+    else:
+        even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2, 2]))
+        low0, low2 = tl.split(even)
+        low1, low3 = tl.split(odd)
+        p0, p4 = tl.split(low0)
+        p1, p5 = tl.split(low1)
+        p2, p6 = tl.split(low2)
+        p3, p7 = tl.split(low3)
+        return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def _store(
+    acc,  # [BLOCK_T, TILES * 16] f32
+    token,
+    bias,
+    y,
+    tokens,
+    rows,
+    stride_y,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    kind = y.dtype.element_ty
+    first = tl.program_id(0) * TILES
+    if ACT == "":
+        n = tl.arange(0, TILES * 16)
+        at, is_row = logical_row(first + n // 16, n % 16, rows, GATE_UP)
+        if HAS_BIAS:
+            acc += tl.load(bias + at, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        result = acc
+    else:
+        gate, up = gate_and_up(acc, TILES)
+        result = gated(through(gate, kind), through(up, kind), 0.0, 0.0, ACT, kind)
+        at = first * 8 + tl.arange(0, TILES * 8)
+        is_row = at < rows // 2
+    target = y + token.to(tl.int64)[:, None] * stride_y + at[None, :]
+    tl.store(target, rounded(result, kind), mask=(token < tokens)[:, None] & is_row[None, :])
+
+
+_SIZES = ("rows", "cols", "blocks", "scales_at", "row_scales_at", "stride_x", "stride_y")
+_TYPES = {
+    "data": "*u8:16",
+    "tokens": "i32",
+    "tiles": "i32",
+    "groups": "i32",
+    **{n: "i32:16" for n in _SIZES},
+}
+
+
+def _case(
+    format: str, dtype: str, config: TileConfig, block_t: int, gate_up: bool, even: bool
+) -> CompileCase:
+    kernel = _rows if block_t > 1 else _row
+    constants = {
+        "FORMAT": format,
+        "GROUP": 0 if format == "int8" else 64,
+        "GATE_UP": gate_up,
+        "ACT": "silu" if gate_up else "",
+        "HAS_BIAS": not gate_up,
+        "EVEN": even,
+        "TILES": config.tiles,
+        "KB": config.kb,
+        "STAGES": config.stages,
+    }
+    if block_t > 1:
+        constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
+    pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
+    form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
+    return CompileCase(
+        kernel,
+        f"linear_packed T={block_t} {format} {dtype} {form}",
+        {**_TYPES, **pointers},
+        constants,
+        config.warps,
+        config.stages,
+    )
+
+
+COMPILE_CASES = [
+    *(
+        _case(format, dtype, ROW, 1, gate_up, even)
+        for format in FORMATS
+        for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
+    ),
+    *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
+    *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
+    *(_case(format, "fp16", ROWS, 16, False, True) for format in FORMATS),
+    *(_case(format, "fp32", ROWS_F32, 32, False, False) for format in FORMATS),
+]
+
+__all__ = [
+    "MOST_DIRECT",
+    "ROW",
+    "ROWS",
+    "ROWS_SWEEP",
+    "ROW_SWEEP",
+    "TileConfig",
+    "config_for",
+    "linear_packed",
+    "product_of_tiles",
+    "swiglu_packed",
+]
