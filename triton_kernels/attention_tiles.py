@@ -19,12 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
-_LOG2E = tl.constexpr(LOG2E)
+from ktgraph.triton_kernels.dots import INTERPRETED
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def block_of(seq_start, sequences, block, SHARE: tl.constexpr, BLOCK: tl.constexpr, SEQS):
+def block_of(
+    seq_start, sequences, block, SHARE: tl.constexpr, BLOCK: tl.constexpr, SEQS: tl.constexpr
+):
     """(sequence, block within it) of a block number, when sequences have different lengths.
 
     Sequence b owns the block numbers from ``seq_start[b] * SHARE // BLOCK + b`` on: that grows by
@@ -63,6 +67,16 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
         e = tl.exp2(scores * (scale * 2 * _LOG2E / SOFTCAP))
         return (1 - 2 / (e + 1)) * (SOFTCAP * _LOG2E)
     return scores * (scale * _LOG2E)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """f32 x in `dtype`, rounded to nearest even; the interpreter alone would cut bf16 off."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -117,7 +131,6 @@ def capability(tensor: torch.Tensor) -> int:
 
 
 __all__ = [
-    "LOG2E",
     "block_of",
     "cache_slots",
     "capability",
@@ -125,6 +138,7 @@ __all__ = [
     "divided",
     "multiprocessors",
     "padded",
+    "rounded",
     "softmax_step",
     "with_sink",
 ]

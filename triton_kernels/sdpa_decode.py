@@ -34,6 +34,7 @@ from ktgraph.triton_kernels.attention_tiles import (
     divided,
     multiprocessors,
     padded,
+    rounded,
     softmax_step,
     with_sink,
 )
@@ -141,7 +142,7 @@ def sdpa_decode_kernel(
             seen = seen & (rows[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, top, total = softmax_step(scores, top, total)
-        acc = dot(weights.to(query.dtype), values, acc * shrink[:, None])
+        acc = dot(rounded(weights, query.dtype), values, acc * shrink[:, None])
         slots = following
 
     shown = real[:, None] & (d < V)[None, :]
@@ -158,7 +159,7 @@ def sdpa_decode_kernel(
             acc *= shrink[:, None]
         tl.store(
             out + token[:, None] * out_t + head[:, None] * out_h + d[None, :],
-            divided(acc, total).to(out.dtype.element_ty),
+            rounded(divided(acc, total), out.dtype.element_ty),
             mask=shown,
         )
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ktgraph.triton_kernels.attention_tiles import padded, with_sink
+from ktgraph.triton_kernels.attention_tiles import padded, rounded, with_sink
 from ktgraph.triton_kernels.compile import CompileCase
 
 
@@ -57,7 +57,7 @@ def combine_kernel(
         shrink, whole = with_sink(best, whole, tl.load(sinks + head).to(tl.float32))
         factor *= shrink
     result = tl.sum(parts * factor[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(out + token * out_t + head * out_h + d, result.to(out.dtype.element_ty), mask=d < V)
+    tl.store(out + token * out_t + head * out_h + d, rounded(result, out.dtype.element_ty), mask=d < V)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ktgraph.ops.attn import sdpa as reference
 from ktgraph.triton_kernels import sdpa_decode, sdpa_prefill
 from ktgraph.triton_kernels.registry import launcher
 from ktgraph.triton_kernels.sdpa import sdpa
-from tests.triton_kernels.ragged import LAYER, Ragged, nmse, poisoned, strided, widened
+from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DECODE = ([40, 0, 17], [1, 1, 1])
