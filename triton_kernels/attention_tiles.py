@@ -44,7 +44,7 @@ def block_of(
 
 @triton.jit
 def cache_slots(table, first, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Cache row numbers (int64) of rows first + 0..BLOCK-1; `first` is a multiple of BLOCK.
+    """Cache row numbers (int32) of rows first + 0..BLOCK-1; `first` is a multiple of BLOCK.
 
     Rows from `length` on get some number inside the cache.  A tile that lies inside one page looks
     its page up once; else every row looks up its own.  Callers look up the next tile's rows before
@@ -53,10 +53,18 @@ def cache_slots(table, first, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """
     rows = first + tl.arange(0, BLOCK)
     if PAGE % BLOCK == 0:
-        page = tl.load(table + first // PAGE, mask=first < length, other=0).to(tl.int64)
+        page = tl.load(table + first // PAGE, mask=first < length, other=0)
         return page * PAGE + rows % PAGE
-    pages = tl.load(table + rows // PAGE, mask=rows < length, other=0).to(tl.int64)
+    pages = tl.load(table + rows // PAGE, mask=rows < length, other=0)
     return pages * PAGE + rows % PAGE
+
+
+@triton.jit
+def offsets(slots, stride, SMALL: tl.constexpr):
+    """slots * stride; with SMALL in 32 bits, half the registers for the addresses of a tile."""
+    if not SMALL:
+        slots = slots.to(tl.int64)
+    return slots * stride
 
 
 @triton.jit
@@ -109,6 +117,11 @@ def padded(size: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(size))
 
 
+def small(*parts: torch.Tensor) -> bool:
+    """Whether element offsets in these fit 32 bits."""
+    return all(p.shape[0] * p.stride(0) < 1 << 31 for p in parts)
+
+
 @cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -137,8 +150,10 @@ __all__ = [
     "capped",
     "divided",
     "multiprocessors",
+    "offsets",
     "padded",
     "rounded",
+    "small",
     "softmax_step",
     "with_sink",
 ]

@@ -33,8 +33,10 @@ from ktgraph.triton_kernels.attention_tiles import (
     capped,
     divided,
     multiprocessors,
+    offsets,
     padded,
     rounded,
+    small,
     softmax_step,
     with_sink,
 )
@@ -89,6 +91,7 @@ def sdpa_decode_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
     split, group, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(seq_start + seq)
@@ -126,12 +129,12 @@ def sdpa_decode_kernel(
         there = rows < length
         following = cache_slots(table, first + BLOCK_N, end, PAGE, BLOCK_N)
         keys = tl.load(
-            k + group * k_g + slots[:, None] * k_row + a[None, :],
+            k + group * k_g + offsets(slots, k_row, SMALL)[:, None] + a[None, :],
             mask=there[:, None] & (a < A)[None, :],
             other=0.0,
         ).to(query.dtype)
         values = tl.load(
-            v + group * v_g + slots[:, None] * v_row + d[None, :],
+            v + group * v_g + offsets(slots, v_row, SMALL)[:, None] + d[None, :],
             mask=there[:, None] & (d < V)[None, :],
             other=0.0,
         ).to(query.dtype)
@@ -248,6 +251,7 @@ def launch(
         SOFTCAP=softcap,
         SINKS=sinks is not None,
         SPLIT=splits > 1,
+        SMALL=small(k, v),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
     )
@@ -283,7 +287,7 @@ def _case(dtype: str, size: int, rows: int, *, split: bool, extras: bool = False
     constants: dict[str, object] = {"H": 32, "SHARE": 8, "A": size, "V": size, "BLOCK_M": rows}
     constants |= {"BLOCK_N": used.block_n, "BLOCK_A": padded(size), "BLOCK_V": padded(size)}
     constants |= {"PAGE": 32, "WINDOW": 1024 if extras else 0, "SOFTCAP": 30.0 if extras else 0.0}
-    constants |= {"SINKS": extras, "SPLIT": split}
+    constants |= {"SINKS": extras, "SPLIT": split, "SMALL": True}
     parts = ("acc_parts", "top_parts", "total_parts")
     if split:
         signature |= dict.fromkeys(parts, "*fp32:16")

@@ -32,8 +32,10 @@ from ktgraph.triton_kernels.attention_tiles import (
     capability,
     capped,
     divided,
+    offsets,
     padded,
     rounded,
+    small,
     softmax_step,
     with_sink,
 )
@@ -68,6 +70,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
     """Rows begin..end-1, whole tiles; without MASKED every query row sees all of them."""
     n = tl.arange(0, BLOCK_N)
@@ -79,12 +82,12 @@ def attend_tiles(
         there = rows < length
         following = cache_slots(table, first + BLOCK_N, end, PAGE, BLOCK_N)
         keys = tl.load(
-            k + slots[:, None] * k_row + a[None, :],
+            k + offsets(slots, k_row, SMALL)[:, None] + a[None, :],
             mask=there[:, None] & (a < A)[None, :],
             other=0.0,
         ).to(query.dtype)
         values = tl.load(
-            v + slots[:, None] * v_row + d[None, :],
+            v + offsets(slots, v_row, SMALL)[:, None] + d[None, :],
             mask=there[:, None] & (d < V)[None, :],
             other=0.0,
         ).to(query.dtype)
@@ -134,6 +137,7 @@ def sdpa_prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
     group = tl.program_id(1)
     number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys
@@ -178,15 +182,15 @@ def sdpa_prefill_kernel(
     if WINDOW > 0:
         acc, top, total = attend_tiles(
             acc, top, total, query, position, k, v, k_row, v_row, table, begin, full, length, scale,
-            A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, True,
+            A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, True, SMALL,
         )
     acc, top, total = attend_tiles(
         acc, top, total, query, position, k, v, k_row, v_row, table, full, diagonal, length, scale,
-        A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, False,
+        A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, False, SMALL,
     )
     acc, top, total = attend_tiles(
         acc, top, total, query, position, k, v, k_row, v_row, table, diagonal, end, length, scale,
-        A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, True,
+        A, V, BLOCK_M, BLOCK_N, BLOCK_A, BLOCK_V, PAGE, WINDOW, SOFTCAP, True, SMALL,
     )
     # fmt: on
     if SINKS:
@@ -270,6 +274,7 @@ def launch(
         WINDOW=window,
         SOFTCAP=softcap,
         SINKS=sinks is not None,
+        SMALL=small(k, v),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
     )
@@ -297,7 +302,7 @@ def _case(dtype: str, size: int, capability: int, *, extras: bool = False) -> Co
     strides = ("q_t", "q_h", "k_row", "k_g", "v_row", "v_g", "out_t", "out_h")
     signature |= dict.fromkeys(strides, "i32:16")
     signature |= {"table_b": "i32", "scale": "fp32", "sequences": "i32"}
-    constants: dict[str, object] = {"SHARE": 8, "A": size, "V": size, "SEQS": 16, "PAGE": 32}
+    constants: dict[str, object] = {"SHARE": 8, "A": size, "V": size, "SEQS": 16, "PAGE": 32, "SMALL": True}
     constants |= {"BLOCK_M": used.block_m, "BLOCK_N": used.block_n}
     constants |= {"BLOCK_A": padded(size), "BLOCK_V": padded(size), "SINKS": extras}
     constants |= {"WINDOW": 1024 if extras else 0, "SOFTCAP": 30.0 if extras else 0.0}
