@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Parts that the attention kernels share: which query rows a program has, where keys lie in a
 paged cache, one step of the online softmax.
 

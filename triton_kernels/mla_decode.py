@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """mla.attend: absorbed multi-head latent attention over a paged cache of latent rows, split KV.
 
     out[t, h] = sum_s softmax_s(scale * (q_lat[t, h] . c[s] + q_pe[t, h] . k_pe[s])) c[s]
@@ -169,7 +169,7 @@ def mla_attend_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """Query rows and keys of a tile, warps, stages; `programs` per multiprocessor set the splits."""
+    """Query rows and keys of a tile, warps, stages; `programs` a multiprocessor set the splits."""
 
     block_m: int
     block_n: int

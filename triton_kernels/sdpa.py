@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ktgraph.ir.graph import Module, Op
-from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ir.graph import Module, Op, Value
+from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import Refusal, no
 from ktgraph.runtime.state import State
 from ktgraph.triton_kernels import sdpa_decode, sdpa_prefill
@@ -17,10 +17,10 @@ _LARGEST_HEAD = 256
 
 
 def _supports(op: Op, module: Module) -> bool | Refusal:
-    q, kv = op.operands[0].type, op.operands[1].type
-    if not isinstance(q, TensorType) or not isinstance(kv, StateType):
-        return no("the query is a tensor and the cache a state", op)
-    sizes = [part.dims[-1] for part in kv.parts]
+    kv = op.operands[1]
+    if not isinstance(kv, Value) or not isinstance(kv.type, StateType):
+        return no("its second operand is not a cache state", op)
+    sizes = [part.dims[-1] for part in kv.type.parts]
     if any(not s.is_const or s.const() > _LARGEST_HEAD for s in sizes):
         return no(f"head sizes are at most {_LARGEST_HEAD}", op)
     return True

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """attn.sdpa for few new tokens a sequence: flash-decoding over a paged cache.
 
     out[t, h] = sum_s softmax_s(scale * q[t, h] . k[s, g]) v[s, g]      g = h * G // H

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """attn.sdpa for many new tokens: flash attention over a paged cache.
 
     out[t, h] = sum_s softmax_s(scale * q[t, h] . k[s, g]) v[s, g]      g = h * G // H
@@ -302,7 +302,14 @@ def _case(dtype: str, size: int, capability: int, *, extras: bool = False) -> Co
     strides = ("q_t", "q_h", "k_row", "k_g", "v_row", "v_g", "out_t", "out_h")
     signature |= dict.fromkeys(strides, "i32:16")
     signature |= {"table_b": "i32", "scale": "fp32", "sequences": "i32"}
-    constants: dict[str, object] = {"SHARE": 8, "A": size, "V": size, "SEQS": 16, "PAGE": 32, "SMALL": True}
+    constants: dict[str, object] = {
+        "SHARE": 8,
+        "A": size,
+        "V": size,
+        "SEQS": 16,
+        "PAGE": 32,
+        "SMALL": True,
+    }
     constants |= {"BLOCK_M": used.block_m, "BLOCK_N": used.block_n}
     constants |= {"BLOCK_A": padded(size), "BLOCK_V": padded(size), "SINKS": extras}
     constants |= {"WINDOW": 1024 if extras else 0, "SOFTCAP": 30.0 if extras else 0.0}

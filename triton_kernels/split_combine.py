@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Combine the partial results of split-KV attention (flash-decoding, Dao et al. 2023).
 
     m = max_s m_s        out = sum_s exp2(m_s - m) acc_s  /  sum_s exp2(m_s - m) l_s
@@ -57,7 +57,9 @@ def combine_kernel(
         shrink, whole = with_sink(best, whole, tl.load(sinks + head).to(tl.float32))
         factor *= shrink
     result = tl.sum(parts * factor[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(out + token * out_t + head * out_h + d, rounded(result, out.dtype.element_ty), mask=d < V)
+    tl.store(
+        out + token * out_t + head * out_h + d, rounded(result, out.dtype.element_ty), mask=d < V
+    )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend as reference
 from ktgraph.triton_kernels.mla_decode import Config, mla_attend
 from ktgraph.triton_kernels.registry import launcher
-from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DECODE = ([40, 0, 17], [1, 1, 1])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend_expanded as reference
 from ktgraph.triton_kernels.mla_prefill import Config, head_groups, mla_attend_expanded
 from ktgraph.triton_kernels.registry import launcher
-from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CHUNK = ([0, 33, 5], [17, 2, 7])

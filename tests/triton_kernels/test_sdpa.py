@@ -1,4 +1,4 @@
-"""triton.sdpa against attn.sdpa: both forms, every attribute, ragged batches over shuffled pages."""
+"""triton.sdpa against attn.sdpa: both forms, every attribute, ragged batches, shuffled pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.attn import sdpa as reference
 from ktgraph.triton_kernels import sdpa_decode, sdpa_prefill
 from ktgraph.triton_kernels.registry import launcher
 from ktgraph.triton_kernels.sdpa import sdpa
-from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DECODE = ([40, 0, 17], [1, 1, 1])
