@@ -53,9 +53,9 @@ def cache_slots(table, first, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """
     rows = first + tl.arange(0, BLOCK)
     if PAGE % BLOCK == 0:
-        page = tl.load(table + first // PAGE, mask=first < length, other=0)
-        return page * PAGE + rows % PAGE
-    pages = tl.load(table + rows // PAGE, mask=rows < length, other=0)
+        pages = tl.load(table + first // PAGE, mask=first < length, other=0)
+    else:
+        pages = tl.load(table + rows // PAGE, mask=rows < length, other=0)
     return pages * PAGE + rows % PAGE
 
 
@@ -73,8 +73,10 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); no overflow: exp(2x) = inf gives 1
         e = tl.exp2(scores * (scale * 2 * _LOG2E / SOFTCAP))
-        return (1 - 2 / (e + 1)) * (SOFTCAP * _LOG2E)
-    return scores * (scale * _LOG2E)
+        scores = (1 - 2 / (e + 1)) * (SOFTCAP * _LOG2E)
+    else:
+        scores = scores * (scale * _LOG2E)
+    return scores
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def rounded(x, dtype: tl.constexpr):
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 

@@ -87,8 +87,8 @@ def mla_attend_kernel(
     SPLIT: tl.constexpr,
     SMALL: tl.constexpr,
 ):
-    split = tl.program_id(0)
-    number = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks have the most keys
+    split = tl.program_id(1)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys
     if BLOCKS > 0:  # so many for each sequence
         seq, block = number // BLOCKS, number % BLOCKS
     else:
@@ -214,7 +214,7 @@ def mla_attend(
         slots = multiprocessors(q_lat) * used.programs
         splits = splits_for(blocks, batch.max_kv, slots, used.block_n)
     parts = Partials.like(result, splits) if splits > 1 else None
-    mla_attend_kernel[(splits, blocks)](
+    mla_attend_kernel[(blocks, splits)](
         q_lat,
         q_pe,
         cache,

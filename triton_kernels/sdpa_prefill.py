@@ -125,6 +125,7 @@ def sdpa_prefill_kernel(
     table_b,
     scale,
     sequences,
+    groups,
     SHARE: tl.constexpr,
     A: tl.constexpr,
     V: tl.constexpr,
@@ -139,8 +140,8 @@ def sdpa_prefill_kernel(
     SINKS: tl.constexpr,
     SMALL: tl.constexpr,
 ):
-    group = tl.program_id(1)
-    number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys
+    group = tl.program_id(0) % groups
+    number = (tl.num_programs(0) - 1 - tl.program_id(0)) // groups  # the last have the most keys
     seq, block = block_of(seq_start, sequences, number, SHARE, BLOCK_M, SEQS)
     start = tl.load(seq_start + seq)
     new = tl.load(seq_start + seq + 1) - start
@@ -242,7 +243,7 @@ def launch(
     share = heads // groups
     used = override or config(q.dtype, max(padded(size), padded(width)), capability(q))
     blocks = tokens * share // used.block_m + batch.sequences
-    sdpa_prefill_kernel[(blocks, groups)](
+    sdpa_prefill_kernel[(blocks * groups,)](
         q,
         k,
         v,
@@ -262,6 +263,7 @@ def launch(
         batch.block_table.stride(0),
         scale,
         batch.sequences,
+        groups,
         SHARE=share,
         A=size,
         V=width,
@@ -301,7 +303,7 @@ def _case(dtype: str, size: int, capability: int, *, extras: bool = False) -> Co
     signature |= {n: "*i32:16" for n in ("seq_start", "kv_len", "table")}
     strides = ("q_t", "q_h", "k_row", "k_g", "v_row", "v_g", "out_t", "out_h")
     signature |= dict.fromkeys(strides, "i32:16")
-    signature |= {"table_b": "i32", "scale": "fp32", "sequences": "i32"}
+    signature |= {"table_b": "i32", "scale": "fp32", "sequences": "i32", "groups": "i32"}
     constants: dict[str, object] = {
         "SHARE": 8,
         "A": size,
