@@ -21,7 +21,7 @@ def _supports(op: Op, module: Module) -> bool | Refusal:
     if not isinstance(kv, Value) or not isinstance(kv.type, StateType):
         return no("its second operand is not a cache state", op)
     sizes = [part.dims[-1] for part in kv.type.parts]
-    if any(not s.is_const or s.const() > _LARGEST_HEAD for s in sizes):
+    if any(s.at(module.dims) > _LARGEST_HEAD for s in sizes):
         return no(f"head sizes are at most {_LARGEST_HEAD}", op)
     return True
 
