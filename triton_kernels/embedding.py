@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
-"""nn.embedding and logits.gather: out[r] = table[ids[r]].
+"""nn.embedding and logits.gather: out[r] = table[ids[r]], in the dtype of out.
 
 Tiling: a program copies up to 1024 columns of one row; columns and rows are the grid.
 Floor: 2 * rows * D * bytes over memory bandwidth.  Ids must be rows of the table: a launch cannot
@@ -25,14 +25,13 @@ def _gather_rows(table, ids, out, cols, inner, outer_stride, inner_stride, COLS:
     source = tl.load(ids + row)
     at = (source // inner).to(tl.int64) * outer_stride + (source % inner) * inner_stride
     values = tl.load(table + at + col, mask=col < cols)
-    tl.store(out + row * cols + col, values, mask=col < cols)
+    tl.store(out + row * cols + col, values.to(out.dtype.element_ty), mask=col < cols)
 
 
 def _gather(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
     if not ids.numel():
         return
     assert ids.is_contiguous()
-    assert table.dtype == out.dtype
     cols = table.shape[-1]
     assert out.is_contiguous()
     source = Rows.of(table)

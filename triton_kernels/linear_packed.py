@@ -303,7 +303,15 @@ def _rows(
         xs = tl.load(x + token[None, :, None] * stride_x + col, mask=mask, other=0.0)
         planes = _planes(xs, SPLIT, BLOCK_T, KB, FORMAT)
         for c in tl.static_range(STEP):
-            w = operands(words, _number(c, FORMAT), scale, less, FORMAT, kind)
+            # the number within its word of column c of a block: the inverse of `column`
+            w = operands(
+                words,
+                c if FORMAT == "int8" else 2 * (c % 4) + c // 4,
+                scale,
+                less,
+                FORMAT,
+                kind,
+            )
             acc = dot(planes[c], w, acc)
     sums = tl.sum(acc, axis=0)
     if FORMAT != "int4":
@@ -345,15 +353,6 @@ def _repeated(values, TIMES: tl.constexpr):
     b: tl.constexpr = values.shape[1]
     c: tl.constexpr = values.shape[2]
     return tl.reshape(tl.broadcast_to(values[:, :, None, :], [a, b, TIMES, c]), [a, b * TIMES, c])
-
-
-@triton.jit
-def _number(c: tl.constexpr, FORMAT: tl.constexpr):
-    """The number within its word of column c of a block: the inverse of `column`."""
-    if FORMAT == "int8":
-        return c
-    else:
-        return 2 * (c % 4) + c // 4
 
 
 @triton.jit

@@ -339,7 +339,8 @@ class _BoundPhase:
         attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
         out = tuple(r if isinstance(r, torch.Tensor) else None for r in results)
         kernel = kernel_of(step.op, item.kernel, item.device)
-        return KernelCall(definition, kernel, given, out, attrs)
+        absent = [None] * (len(definition.signature.params) - len(given))
+        return KernelCall(definition, kernel, [*given, *absent], out, attrs)
 
     def _named(self, item: Instruction, step: Step) -> Step:
         """The step, whose errors name the op."""
