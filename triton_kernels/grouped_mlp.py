@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false
 """moe.grouped_mlp with dense weights: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
 
-Three forms by the number of (token, expert) pairs:
+Two forms by the number of (token, expert) pairs:
 
-up to 64 pairs (decode), two launches, bound by the bytes of the chosen experts:
+few, at most 64 and at most E (decode), two launches, bound by the bytes of the chosen experts:
     1. (pair, BLOCK_F rows of gate and of up): multiply-add over D, activation, h[pair, F];
        pairs are the fastest axis of the grid, so that tokens of one expert meet in L2.
     2. (token, BLOCK_D rows of w2): the rows of all K experts are loaded together, as one tile of
@@ -38,7 +38,10 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.weighted_sum import weighted_sum
 
-DECODE_PAIRS = 64
+
+def decode_pairs(experts: int) -> int:
+    """The most pairs of the decode form: with more than E, most weights would be read twice."""
+    return min(64, experts)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def grouped_mlp(
     if tokens == 0:
         return
     assert x.stride(-1) == w13.stride(-1) == w2.stride(-1) == out[0].stride(-1) == 1
-    assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
+    assert all(b is None or b.is_contiguous() for b in (b13, b2))
+    ids, weights = ids.contiguous(), weights.contiguous()  # a copy only where they are views
     chosen = config or _choose(x, w13, w2, ids.numel())
     if isinstance(chosen, DecodeConfig):
         _decode(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, chosen)
@@ -99,7 +103,7 @@ def grouped_mlp(
 
 def _choose(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, pairs: int) -> Config:
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    if pairs <= DECODE_PAIRS:
+    if pairs <= decode_pairs(w13.shape[0]):
         return _decode_config(x.dtype)
     small = x.dtype == torch.float32 or unaligned(x, w13, w2)
     return grouped_config(pairs, w13.shape[0], small=small, capability=capability)
@@ -315,4 +319,4 @@ def _cases() -> list[CompileCase]:
 
 COMPILE_CASES = _cases()
 
-__all__ = ["DECODE_PAIRS", "DecodeConfig", "grouped_mlp"]
+__all__ = ["DecodeConfig", "decode_pairs", "grouped_mlp"]

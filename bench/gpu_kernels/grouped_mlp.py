@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bench.gpu_kernels import Case
 from ktgraph.triton_kernels.grouped_gemm import GroupedConfig, Tile
-from ktgraph.triton_kernels.grouped_mlp import DecodeConfig, grouped_mlp
+from ktgraph.triton_kernels.grouped_mlp import DecodeConfig, decode_pairs, grouped_mlp
 
 SHAPES = {  # D, F, E, K
     "V2-Lite": (2048, 1408, 64, 6),
@@ -81,7 +81,7 @@ def case(name: str, tokens: int, config: DecodeConfig | GroupedConfig | None = N
     # expected distinct experts of `tokens` draws of K different ones
     share = 1.0 - (1.0 - layer.top_k / layer.experts) ** tokens
     moved = layer.experts * share * expert_bytes + 4 * tokens * layer.depth
-    few = tokens * layer.top_k <= 64
+    few = tokens * layer.top_k <= decode_pairs(layer.experts)
 
     def run(i: int) -> None:
         x, ids, weights, out = layer.inputs(i)
