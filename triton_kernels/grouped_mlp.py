@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """moe.grouped_mlp with dense weights: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
 
 Two forms by the number of (token, expert) pairs:
@@ -57,6 +57,7 @@ class DecodeConfig:
     down_rows: int = 16
     down_cols: int = 512
     down_warps: int = 4
+    unroll: int = 2  # steps whose loads may be in flight together
 
 
 Config = DecodeConfig | GroupedConfig
@@ -151,6 +152,7 @@ def _decode(
         HAS_BIAS=b13 is not None,
         ROWS=config.gate_up_rows,
         COLS=config.gate_up_cols,
+        UNROLL=config.unroll,
         num_warps=config.gate_up_warps,
     )
     k_padded = triton.next_power_of_2(top_k)
@@ -172,6 +174,7 @@ def _decode(
         HAS_BIAS=b2 is not None,
         ROWS=down_rows,
         COLS=config.down_cols,
+        UNROLL=config.unroll,
         num_warps=config.down_warps,
     )
 
@@ -195,6 +198,7 @@ def _gate_up_few(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -209,7 +213,7 @@ def _gate_up_few(
     gate = tl.zeros([ROWS, COLS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLS], dtype=tl.float32)
     kind = x.dtype.element_ty
-    for done in range(0, depth, COLS):
+    for done in tl.range(0, depth, COLS, loop_unroll_factor=UNROLL):
         left = column < depth - done
         g = tl.load(gate_at + done, mask=left[None, :], other=0.0)
         u = tl.load(up_at + done, mask=left[None, :], other=0.0)
@@ -244,6 +248,7 @@ def _down_few(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     token = tl.program_id(0)
     r = tl.arange(0, K_PADDED * ROWS)  # row r of the tile: choice r // ROWS, output row r % ROWS
@@ -259,7 +264,7 @@ def _down_few(
     h_at = hidden + (pair.to(tl.int64) * width)[:, None] + column[None, :]
     acc = tl.zeros([K_PADDED * ROWS, COLS], dtype=tl.float32)
     kind = hidden.dtype.element_ty
-    for done in range(0, width, COLS):
+    for done in tl.range(0, width, COLS, loop_unroll_factor=UNROLL):
         mask = chosen[:, None] & (column < width - done)[None, :]
         w = tl.load(w_at + done, mask=mask, other=0.0)
         h = tl.load(h_at + done, mask=mask, other=0.0)
@@ -289,7 +294,7 @@ def _cases() -> list[CompileCase]:
             up_tile = {"ROWS": c.gate_up_rows, "COLS": c.gate_up_cols}
             padded = triton.next_power_of_2(k)
             down_tile = {"ROWS": max(1, c.down_rows // padded), "COLS": c.down_cols}
-            shared = {"K": k, "HAS_BIAS": k == 4}
+            shared = {"K": k, "HAS_BIAS": k == 4, "UNROLL": c.unroll}
             absent = ("b13", "b2") if k != 4 else ()
             made.append(
                 CompileCase(
