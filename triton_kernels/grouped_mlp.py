@@ -1,9 +1,9 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """moe.grouped_mlp with dense weights: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
 
-Three forms by the number of (token, expert) pairs:
+Two forms by the number of (token, expert) pairs:
 
-up to 64 pairs (decode), two launches, bound by the bytes of the chosen experts:
+few, at most 64 and at most E (decode), two launches, bound by the bytes of the chosen experts:
     1. (pair, BLOCK_F rows of gate and of up): multiply-add over D, activation, h[pair, F];
        pairs are the fastest axis of the grid, so that tokens of one expert meet in L2.
     2. (token, BLOCK_D rows of w2): the rows of all K experts are loaded together, as one tile of
@@ -38,7 +38,10 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.weighted_sum import weighted_sum
 
-DECODE_PAIRS = 64
+
+def decode_pairs(experts: int) -> int:
+    """The most pairs of the decode form: with more than E, most weights would be read twice."""
+    return min(64, experts)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class DecodeConfig:
     down_rows: int = 16
     down_cols: int = 512
     down_warps: int = 4
+    unroll: int = 2  # steps whose loads may be in flight together
 
 
 Config = DecodeConfig | GroupedConfig
@@ -82,7 +86,8 @@ def grouped_mlp(
     if tokens == 0:
         return
     assert x.stride(-1) == w13.stride(-1) == w2.stride(-1) == out[0].stride(-1) == 1
-    assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
+    assert all(b is None or b.is_contiguous() for b in (b13, b2))
+    ids, weights = ids.contiguous(), weights.contiguous()  # a copy only where they are views
     chosen = config or _choose(x, w13, w2, ids.numel())
     if isinstance(chosen, DecodeConfig):
         _decode(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, chosen)
@@ -99,7 +104,7 @@ def grouped_mlp(
 
 def _choose(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, pairs: int) -> Config:
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    if pairs <= DECODE_PAIRS:
+    if pairs <= decode_pairs(w13.shape[0]):
         return _decode_config(x.dtype)
     small = x.dtype == torch.float32 or unaligned(x, w13, w2)
     return grouped_config(pairs, w13.shape[0], small=small, capability=capability)
@@ -147,6 +152,7 @@ def _decode(
         HAS_BIAS=b13 is not None,
         ROWS=config.gate_up_rows,
         COLS=config.gate_up_cols,
+        UNROLL=config.unroll,
         num_warps=config.gate_up_warps,
     )
     k_padded = triton.next_power_of_2(top_k)
@@ -168,6 +174,7 @@ def _decode(
         HAS_BIAS=b2 is not None,
         ROWS=down_rows,
         COLS=config.down_cols,
+        UNROLL=config.unroll,
         num_warps=config.down_warps,
     )
 
@@ -191,6 +198,7 @@ def _gate_up_few(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -205,7 +213,7 @@ def _gate_up_few(
     gate = tl.zeros([ROWS, COLS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLS], dtype=tl.float32)
     kind = x.dtype.element_ty
-    for done in range(0, depth, COLS):
+    for done in tl.range(0, depth, COLS, loop_unroll_factor=UNROLL):
         left = column < depth - done
         g = tl.load(gate_at + done, mask=left[None, :], other=0.0)
         u = tl.load(up_at + done, mask=left[None, :], other=0.0)
@@ -240,6 +248,7 @@ def _down_few(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     token = tl.program_id(0)
     r = tl.arange(0, K_PADDED * ROWS)  # row r of the tile: choice r // ROWS, output row r % ROWS
@@ -255,7 +264,7 @@ def _down_few(
     h_at = hidden + (pair.to(tl.int64) * width)[:, None] + column[None, :]
     acc = tl.zeros([K_PADDED * ROWS, COLS], dtype=tl.float32)
     kind = hidden.dtype.element_ty
-    for done in range(0, width, COLS):
+    for done in tl.range(0, width, COLS, loop_unroll_factor=UNROLL):
         mask = chosen[:, None] & (column < width - done)[None, :]
         w = tl.load(w_at + done, mask=mask, other=0.0)
         h = tl.load(h_at + done, mask=mask, other=0.0)
@@ -285,7 +294,7 @@ def _cases() -> list[CompileCase]:
             up_tile = {"ROWS": c.gate_up_rows, "COLS": c.gate_up_cols}
             padded = triton.next_power_of_2(k)
             down_tile = {"ROWS": max(1, c.down_rows // padded), "COLS": c.down_cols}
-            shared = {"K": k, "HAS_BIAS": k == 4}
+            shared = {"K": k, "HAS_BIAS": k == 4, "UNROLL": c.unroll}
             absent = ("b13", "b2") if k != 4 else ()
             made.append(
                 CompileCase(
@@ -315,4 +324,4 @@ def _cases() -> list[CompileCase]:
 
 COMPILE_CASES = _cases()
 
-__all__ = ["DECODE_PAIRS", "DecodeConfig", "grouped_mlp"]
+__all__ = ["DecodeConfig", "decode_pairs", "grouped_mlp"]

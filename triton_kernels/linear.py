@@ -50,7 +50,7 @@ class LinearConfig:
 # A step of the multiply-add form holds rows * cols * 2 bytes in registers, those of several
 # programs per multiprocessor being in flight together.
 _MULTIPLY_ADD = {
-    "small": LinearConfig(2, 1024, 4),  # 2048 rows still make 1000 programs
+    "small": LinearConfig(2, 1024, 4, unroll=2),  # 2048 rows still make 1000 programs
     "large": LinearConfig(8, 512, 4),
     "float32": LinearConfig(4, 512, 4),
 }

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """nn.swiglu with dense weights: out = w2 @ (act(gate) * up), gate and up = x @ w13.T halves.
 
 T <= 32: two launches.  The first makes h[T, M]: a program owns the same ROWS of the gate and of the
@@ -30,7 +30,7 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 
 # rows: of each half of w13 in a program.
-_MULTIPLY_ADD = {"half": LinearConfig(4, 512, 8), "float32": LinearConfig(2, 256, 4)}
+_MULTIPLY_ADD = {"half": LinearConfig(4, 512, 8, unroll=2), "float32": LinearConfig(2, 256, 4)}
 _DOT = {
     "half": LinearConfig(16, 256, 4, 3),
     "float32": LinearConfig(16, 64, 4, 2),
@@ -79,6 +79,7 @@ def _gate_up(
     tokens, width = hidden.shape
     kernel = _gate_up_multiply_add if tokens <= MULTIPLY_ADD_TOKENS else _gate_up_dot
     padded = tokens if kernel is _gate_up_multiply_add else max(16, triton.next_power_of_2(tokens))
+    extra = {"UNROLL": c.unroll} if kernel is _gate_up_multiply_add else {}
     kernel[(triton.cdiv(width, c.rows),)](
         x,
         w13,
@@ -92,6 +93,7 @@ def _gate_up(
         TOKENS=padded,
         ROWS=c.rows,
         COLS=c.cols,
+        **extra,
         num_warps=c.warps,
         num_stages=c.stages,
     )
@@ -111,6 +113,7 @@ def _gate_up_multiply_add(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, width - 1).to(tl.int64)  # rows past the edge repeat the last one
@@ -123,7 +126,7 @@ def _gate_up_multiply_add(
     up = tl.zeros([ROWS, COLS], dtype=tl.float32)
     gate_2 = tl.zeros([ROWS, COLS], dtype=tl.float32)
     up_2 = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    for done in range(0, depth, COLS):
+    for done in tl.range(0, depth, COLS, loop_unroll_factor=UNROLL):
         left = column < depth - done
         g = tl.load(gate_at + done, mask=left[None, :], other=0.0)
         u = tl.load(up_at + done, mask=left[None, :], other=0.0)
@@ -213,6 +216,8 @@ def _cases() -> list[CompileCase]:
                 tile = {"TOKENS": tokens, "ROWS": c.rows, "COLS": c.cols}
                 title = f"swiglu.{kernel.fn.__name__[1:]} {name} T={tokens}"
                 constants = {"ACT": "silu", **tile}
+                if kernel is _gate_up_multiply_add:
+                    constants["UNROLL"] = c.unroll
                 made.append(CompileCase(kernel, title, types, constants, c.warps, c.stages))
     types = {"both": "*bf16:16", "hidden": "*bf16:16", "width": "i32:16"}
     constants = {"ACT": "silu", "BLOCK": _BLOCK}

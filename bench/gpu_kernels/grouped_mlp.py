@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bench.gpu_kernels import Case
 from ktgraph.triton_kernels.grouped_gemm import GroupedConfig, Tile
-from ktgraph.triton_kernels.grouped_mlp import DecodeConfig, grouped_mlp
+from ktgraph.triton_kernels.grouped_mlp import DecodeConfig, decode_pairs, grouped_mlp
 
 SHAPES = {  # D, F, E, K
     "V2-Lite": (2048, 1408, 64, 6),
@@ -81,7 +81,7 @@ def case(name: str, tokens: int, config: DecodeConfig | GroupedConfig | None = N
     # expected distinct experts of `tokens` draws of K different ones
     share = 1.0 - (1.0 - layer.top_k / layer.experts) ** tokens
     moved = layer.experts * share * expert_bytes + 4 * tokens * layer.depth
-    few = tokens * layer.top_k <= 64
+    few = tokens * layer.top_k <= decode_pairs(layer.experts)
 
     def run(i: int) -> None:
         x, ids, weights, out = layer.inputs(i)
@@ -149,20 +149,32 @@ def cases() -> list[Case]:
 
 def sweep() -> list[Case]:
     """Configurations by form; `_sweep` shows the fastest."""
-    decode = [
-        DecodeConfig(rows, cols, warps, down, down_cols, warps)
-        for (rows, cols), (down, down_cols), warps in product(
-            [(2, 512), (4, 512), (2, 1024), (8, 256)], [(8, 512), (16, 512), (16, 256)], (4, 8)
-        )
-    ]
     found = [
-        case(name, 1, config) for name in ("V2-Lite", "Qwen3-30B") for config in (None, *decode)
+        case(name, 1, config)
+        for name in ("V2-Lite", "Qwen3-30B")
+        for config in (None, *few_pairs())
     ]
     for tokens in (16, 64):
         found += [case("Qwen3-30B", tokens, config) for config in (None, *few_rows())]
     for name in ("V2-Lite", "Qwen3-30B"):
         found += [case(name, 8192, config) for config in (None, *many_rows())]
     return found
+
+
+def few_pairs() -> list[DecodeConfig]:
+    """The launches' times add up: each is varied alone."""
+    up = product([(2, 512), (4, 512), (8, 512), (2, 1024), (8, 256)], (4, 8), (1, 2))
+    down = product([(8, 512), (16, 512), (16, 256), (32, 256)], (4, 8), (1, 2))
+    return [
+        *(
+            DecodeConfig(gate_up_rows=r, gate_up_cols=c, gate_up_warps=warps, unroll=unroll)
+            for (r, c), warps, unroll in up
+        ),
+        *(
+            DecodeConfig(down_rows=r, down_cols=c, down_warps=warps, unroll=unroll)
+            for (r, c), warps, unroll in down
+        ),
+    ]
 
 
 def few_rows() -> list[GroupedConfig]:
