@@ -97,7 +97,7 @@ def _run_experts(
     flat = x.reshape(-1, x.shape[-1])
     ids, weights = ids.reshape(len(flat), -1), weights.reshape(len(flat), -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide)
+    slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide, device=flat.device)
     for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
         both = F.linear(flat[token], w13[expert].to(x.dtype), None if b13 is None else b13[expert])
