@@ -1,0 +1,424 @@
+"""Whole models on a GPU and the CPU together: decode and prefill beside the floor of the same run.
+
+    python bench/hybrid.py prepare [CELL ...]     trace and lower; needs no GPU
+    python bench/hybrid.py run [CELL ...]         measure; finished cells are kept and not run again
+    python bench/hybrid.py table                  what was measured, one table
+
+Weights are synthetic: one random matrix per shape and encoding, physically copied to every place
+that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Routing
+is random.  The floor of a decode step is, over layers, attention and router at HBM bandwidth, the
+hand-over, and the longer of the shared expert and the chosen experts' bytes at DRAM bandwidth; then
+the head.  All bandwidths are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktgraph.ir.parser import parse_module
+from ktgraph.pass_api import CompileOptions, PassContext
+from ktgraph.runtime.cache import CacheShape
+from ktgraph.runtime.native import dense_dtype
+from ktgraph.runtime.operands import WeightUse
+from ktgraph.runtime.packed import LoadedWeights, use_nbytes
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.runner import Runner, gpu_device
+from ktgraph.weights.encodings import empty_packed, pack_matrix
+
+PREPARED = Path("build/bench-hybrid")
+RESULTS = Path("bench/results/hybrid.jsonl")
+TARGET = "h200+xeon-amx"
+WARM, STEPS, ROUTER = 8, 48, 0.5
+HANDOVER = 10e-6  # seconds a layer: bench/results, "hand-over"
+
+_ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
+_STREAMED = (
+    "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
+    "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n  phase: decode\n"
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: a model's shape, how it is quantized, where its experts are."""
+
+    name: str
+    model: str
+    quantize: str | None
+    rules: str
+    gpu_memory: str
+    prompt: int
+    context: int = 512  # rows in the cache when decode is timed
+    layers: int | None = None
+
+
+CELLS = {
+    c.name: c
+    for c in (
+        Cell("v2lite-cuda-bf16", "deepseek-v2-lite", None, "", "125GiB", 2048),
+        Cell("qwen3-30b-cuda-bf16", "qwen3-30b-a3b", None, "", "125GiB", 2048),
+        Cell("v2lite-hybrid", "deepseek-v2-lite", "experts=int4p(group=64)", _ON_CPU, "125GiB", 2048),
+        Cell("v2lite-hybrid-streamed", "deepseek-v2-lite", "experts=int4p(group=64)", _STREAMED, "125GiB", 2048),
+        Cell("qwen3-30b-hybrid", "qwen3-30b-a3b", "experts=int4p(group=64)", _ON_CPU, "125GiB", 2048),
+        Cell("qwen3-30b-hybrid-streamed", "qwen3-30b-a3b", "experts=int4p(group=64)", _STREAMED, "125GiB", 2048),
+        Cell("v2-236b-21g", "deepseek-v2", "experts=int4p(group=64),*=int8", _STREAMED, "21GiB", 4096),
+        Cell("v2-236b-130g", "deepseek-v2", "experts=int4p(group=64),*=int8", "", "130GiB", 4096),
+        Cell("qwen2-57b-12g", "qwen2-57b-a14b", "experts=int4p(group=64),*=int8", _STREAMED, "12GiB", 4096),
+    )
+}  # fmt: skip
+
+
+# -- models ---------------------------------------------------------------------------------------
+def _deepseek(layers: int | None, **sizes: Any) -> Any:
+    import transformers
+
+    common = dict(
+        vocab_size=102400, n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, norm_topk_prob=False,
+        num_experts_per_tok=6, max_position_embeddings=8192,
+    )  # fmt: skip
+    return transformers.DeepseekV2Config(**{**common, **sizes})
+
+
+def deepseek_v2_lite(layers: int | None) -> Any:
+    return _deepseek(
+        layers, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+        num_hidden_layers=layers or 27, num_attention_heads=16, num_key_value_heads=16,
+        n_routed_experts=64, q_lora_rank=None, topk_method="greedy", routed_scaling_factor=1.0,
+    )  # fmt: skip
+
+
+def deepseek_v2(layers: int | None) -> Any:
+    return _deepseek(
+        layers, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
+        num_hidden_layers=layers or 60, num_attention_heads=128, num_key_value_heads=128,
+        n_routed_experts=160, q_lora_rank=1536, topk_method="group_limited_greedy", n_group=8,
+        topk_group=3, routed_scaling_factor=16.0,
+    )  # fmt: skip
+
+
+def qwen3_30b_a3b(layers: int | None) -> Any:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=layers or 48, num_attention_heads=32, num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    config.head_dim = 128
+    return config
+
+
+def qwen2_57b_a14b(layers: int | None) -> Any:
+    import transformers
+
+    return transformers.Qwen2MoeConfig(
+        vocab_size=151936, hidden_size=3584, intermediate_size=18944, moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480, num_hidden_layers=layers or 28,
+        num_attention_heads=28, num_key_value_heads=4, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[int | None], Any]] = {
+    "deepseek-v2-lite": deepseek_v2_lite,
+    "deepseek-v2": deepseek_v2,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "qwen2-57b-a14b": qwen2_57b_a14b,
+}
+
+
+def options_of(cell: Cell) -> CompileOptions:
+    context = max(cell.prompt, cell.context) + WARM + STEPS + 64
+    return CompileOptions(
+        dtype="bf16", quantize=cell.quantize, context=context, max_batch=1,
+        max_tokens=cell.prompt, cache_rows=2 * context,
+    )  # fmt: skip
+
+
+def prepare(cell: Cell) -> Path:
+    """Trace on meta tensors, run the passes for the described target, write the lowered IR."""
+    import transformers
+
+    import ktgraph as kt
+    from ktgraph.pass_manager import PassManager
+    from ktgraph.target import load_target
+    from ktgraph.target.description import parse_size
+
+    with torch.device("meta"):
+        config = MODELS[cell.model](cell.layers)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    traced = kt.trace(model, dtype="bf16")
+    target = load_target(TARGET)
+    gpu = target.device("cuda:0")
+    from dataclasses import replace
+
+    target = target.with_device(replace(gpu, memory=parse_size(cell.gpu_memory)))
+    options = options_of(cell)
+    PREPARED.mkdir(parents=True, exist_ok=True)
+    if cell.rules:
+        rules = PREPARED / f"{cell.name}.yaml"
+        rules.write_text(cell.rules, encoding="utf-8")
+        options = replace(options, rules=str(rules))
+    module = traced.ir.clone()
+    PassManager().run(module, "default", PassContext(target, None, options), validate=0)
+    path = PREPARED / f"{cell.name}.ktir"
+    path.write_text(str(module), encoding="utf-8")
+    return path
+
+
+# -- weights --------------------------------------------------------------------------------------
+class CopiedWeights:
+    """One random matrix per (shape, encoding), copied to every place that wants one."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        self.gpu = gpu
+        self._random = torch.Generator().manual_seed(0)
+        self._packed: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
+
+    def load(self, uses: Sequence[WeightUse]) -> LoadedWeights:
+        return LoadedWeights({use.key: self._make(use) for use in uses})
+
+    def _make(self, use: WeightUse) -> torch.Tensor:
+        shape = tuple(d.const() for d in use.type.dims)
+        if use.form == "tile":
+            return self._tiles(use, shape)
+        return self._dense(use, shape)
+
+    def _tiles(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
+        one, count = self._one(use, shape[-2:]), prod(shape[:-2])
+        if use.device != "cpu":
+            return one.to(self.gpu).repeat(count)
+        whole = empty_packed(shape, use.tile.encoding)
+        whole.reshape(count, -1)[:] = one
+        return whole
+
+    def _one(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
+        key = (shape, str(use.tile.encoding))
+        if key not in self._packed:
+            values = torch.randn(shape, generator=self._random) * shape[-1] ** -0.5
+            one = empty_packed(shape, use.tile.encoding)
+            pack_matrix(one, 0, values, shape, use.tile.encoding)
+            self._packed[key] = one
+        return self._packed[key]
+
+    def _dense(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
+        from ktgraph.ops.tensor import torch_dtype
+
+        dtype = torch_dtype(dense_dtype(use))
+        place = self.gpu if use.device != "cpu" else torch.device("cpu")
+        if len(shape) == 1:  # norms, biases, tables of frequencies
+            return torch.full(shape, 0.5, dtype=dtype, device=place)
+        scale = ROUTER if use.ref.name.endswith("gate") else shape[-1] ** -0.5
+        made = torch.empty(shape, dtype=dtype, device=place)
+        return made.normal_(std=scale)
+
+
+# -- floors ---------------------------------------------------------------------------------------
+@dataclass
+class Bytes:
+    """What a decode step reads: on the GPU beside experts, in the shared expert, experts, the head."""
+
+    gpu: float = 0.0
+    shared: float = 0.0
+    gpu_experts: float = 0.0
+    cpu_experts: float = 0.0
+    total: dict[str, float] = field(default_factory=dict)
+
+
+def bytes_of(plan: Plan) -> Bytes:
+    """Weights that the decode phase reads in one step of one token."""
+    found = Bytes()
+    phase = plan.phase("decode")
+    top_k = plan.module.dims.get("K", 1)
+    seen: set[str] = set()
+    for use in phase.uses():
+        if use.key in seen:
+            continue
+        seen.add(use.key)
+        size, shape = use_nbytes(use), [d.const() for d in use.type.dims]
+        if "embed" in use.ref.name:
+            continue
+        if "expert" in use.ref.name and len(shape) == 3:
+            chosen = size * top_k / shape[0]
+            if use.device == "cpu":
+                found.cpu_experts += chosen
+            else:
+                found.gpu_experts += chosen
+        elif "shared" in use.ref.name:
+            found.shared += size
+        else:
+            found.gpu += size
+    return found
+
+
+def decode_floor(read: Bytes, layers: int, dram: float, hbm: float) -> float:
+    """Seconds of a step that no schedule goes below."""
+    base = (read.gpu + read.gpu_experts) / hbm
+    if not read.cpu_experts:
+        return base + read.shared / hbm
+    beside = max(read.shared / hbm, read.cpu_experts / dram)
+    return base + beside + layers * HANDOVER
+
+
+def hbm_bandwidth() -> float:
+    """Bytes/s that a sum over 4 GB reads."""
+    data = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    found: list[float] = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        data.sum()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(data.nbytes / (start.elapsed_time(end) / 1e3))
+    return max(found)
+
+
+# -- measuring ------------------------------------------------------------------------------------
+def run(cell: Cell) -> dict[str, Any]:
+    """Measure one cell."""
+    from ktgraph.bench.limits import Reader
+    from ktgraph.cpu_kernels import load_native
+
+    module = parse_module((PREPARED / f"{cell.name}.ktir").read_text(encoding="utf-8"))
+    plan = Plan.build(module)
+    device = gpu_device(plan)
+    assert device is not None
+    hbm = hbm_bandwidth()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    threads = max(1, len(load_native().default_cpus()) - 1)
+    begin = time.perf_counter()
+    uses = plan.uses()
+    weights = CopiedWeights(device.torch_device).load(uses)
+    torch.cuda.synchronize()
+    made = time.perf_counter() - begin
+    options = options_of(cell)
+    size = options.page_size
+    assert options.cache_rows is not None
+    shape = CacheShape(size, -(-options.cache_rows // size), options.context)
+    runner = Runner.bind(plan, weights, shape, threads, device)
+    read = bytes_of(plan)
+    layers = sum(1 for i in plan.phase("decode").instructions if i.kernel == "cuda.await")
+    has_cpu = read.cpu_experts > 0
+    reader = Reader(2 << 30) if has_cpu else None
+    before = reader.read(threads) if reader else 0.0
+    prefill = prefill_seconds(runner, cell.prompt)
+    decode = decode_seconds(runner, cell.context)
+    after = reader.read(threads) if reader else 0.0
+    floor = decode_floor(read, layers, max(before, after, 1.0), hbm)
+    median = statistics.median(decode)
+    return {
+        "cell": cell.name,
+        "date": str(date.today()),
+        "gpu": torch.cuda.get_device_name(),
+        "threads": threads,
+        "decode_tok_s": 1 / median,
+        "decode_ms": median * 1e3,
+        "decode_best_ms": min(decode) * 1e3,
+        "floor_ms": floor * 1e3,
+        "of_floor": floor / median,
+        "prefill_tokens": cell.prompt,
+        "prefill_tok_s": cell.prompt / statistics.median(prefill),
+        "prefill_s": prefill,
+        "dram": [before, after],
+        "hbm": hbm,
+        "gpu_bytes": torch.cuda.max_memory_allocated(),
+        "made_s": made,
+        "bytes": asdict(read),
+        "handovers": layers,
+    }
+
+
+def _tokens(runner: Runner, count: int) -> list[int]:
+    return torch.randint(0, runner.vocabulary, (count,)).tolist()
+
+
+def prefill_seconds(runner: Runner, tokens: int, repeats: int = 4) -> list[float]:
+    found: list[float] = []
+    for _ in range(repeats):
+        seq = runner.open()
+        start = time.perf_counter()
+        runner.forward([(seq, _tokens(runner, tokens))])
+        found.append(time.perf_counter() - start)
+        runner.close(seq)
+    return found[1:]
+
+
+def decode_seconds(runner: Runner, context: int) -> list[float]:
+    seq = runner.open()
+    runner.forward([(seq, _tokens(runner, context))])
+    found: list[float] = []
+    for token in _tokens(runner, WARM + STEPS):
+        start = time.perf_counter()
+        runner.forward([(seq, [token])])
+        found.append(time.perf_counter() - start)
+    runner.close(seq)
+    return found[WARM:]
+
+
+# -- results --------------------------------------------------------------------------------------
+def finished() -> dict[str, dict[str, Any]]:
+    if not RESULTS.is_file():
+        return {}
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    return {r["cell"]: r for r in rows}
+
+
+def table() -> str:
+    lines = [
+        "| cell | decode tok/s | ms | floor ms | of floor | prefill tok/s | GPU GiB | DRAM GB/s | HBM TB/s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for r in finished().values():
+        dram = ", ".join(f"{x / 1e9:.0f}" for x in r["dram"])
+        lines.append(
+            f"| {r['cell']} | {r['decode_tok_s']:.1f} | {r['decode_ms']:.2f} | {r['floor_ms']:.2f} "
+            f"| {r['of_floor']:.0%} | {r['prefill_tok_s']:.0f} ({r['prefill_tokens']}) "
+            f"| {r['gpu_bytes'] / 2**30:.1f} | {dram} | {r['hbm'] / 1e12:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Whole models on a GPU and the CPU together.")
+    parser.add_argument("what", choices=("prepare", "run", "table"))
+    parser.add_argument("cells", nargs="*", help="default: all")
+    args = parser.parse_args()
+    unknown = sorted(set(args.cells) - CELLS.keys())
+    if unknown:
+        parser.error(f"no cell {', '.join(unknown)}; known: {', '.join(CELLS)}")
+    chosen = [CELLS[n] for n in args.cells or CELLS]
+    if args.what == "prepare":
+        for cell in chosen:
+            print(prepare(cell), flush=True)
+    if args.what == "run":
+        done = finished()
+        for cell in chosen:
+            if cell.name in done and not args.cells:
+                continue
+            found = run(cell)
+            RESULTS.parent.mkdir(parents=True, exist_ok=True)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+            print(json.dumps(found), flush=True)
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
