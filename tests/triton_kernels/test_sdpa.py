@@ -91,8 +91,14 @@ def test_groups(device: torch.device, heads: tuple[int, int], shape: Any) -> Non
 @pytest.mark.parametrize("page", [4, 32, 48, 128])
 @pytest.mark.parametrize("shape", [DECODE, CHUNK])
 def test_page_sizes(device: torch.device, page: int, shape: Any) -> None:
-    check(device, *shape, page=page)
     check(device, *shape, page=page, dtype=BF16)
+
+
+@pytest.mark.parametrize("form", [sdpa_decode, sdpa_prefill])
+def test_wide_offsets(device: torch.device, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 2^31 elements or more takes 64-bit offsets."""
+    monkeypatch.setattr(form, "small", lambda *parts: False)
+    check(device, [20, 41, 0], [2, 1, 3], form=form)
 
 
 ATTRIBUTES = [
