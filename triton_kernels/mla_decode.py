@@ -6,16 +6,16 @@
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); flash-decoding (Dao et al. 2023); FlashMLA.
 
 Tiling: all heads read the same rows, so query rows are (token, head) pairs of one sequence, BLOCK_M
-at a time: 16 heads of a token, or 64 of 128.  A cache row [R + P] is loaded once per program and
+at a time: 16 heads of a token, or 32 of 128.  A cache row [R + P] is loaded once per program and
 serves as key (all of it) and as value (its first R).  One program per (split of the keys, block of
-query rows); the f32 accumulator [BLOCK_M, R] stays in registers: 64 a thread for 16 x 512 over 4
-warps, 128 for 64 x 512 over 8.  Decode takes a fixed number of blocks for each sequence; longer
+query rows); the f32 accumulator [BLOCK_M, R] stays in registers: 64 a thread, for 16 x 512 over
+4 warps as for 32 x 512 over 8.  Decode takes a fixed number of blocks for each sequence; longer
 calls find the sequence of a block on the device (`block_of`).  The number of splits is the host's
 (see `sdpa_decode.splits_for`); `split_combine` adds them.
 
 Floor: (R + P) * itemsize bytes and 2 * H * (2 * R + P) FLOP a row.  With 16 heads that is 30 FLOP a
-byte in bf16: memory binds.  With 128 heads it is 242: the tensor cores bind, and the two blocks of
-64 heads find each other's rows in L2.
+byte in bf16: memory binds.  With 128 heads it is 242: the tensor cores bind, and the blocks of a
+token's heads find each other's rows in L2.
 
 Numerics: scores and sums in f32.  Unnormalised softmax weights are rounded to q's dtype before the
 product with c (the reference rounds the normalised ones).  f32 products are IEEE.
@@ -170,18 +170,17 @@ class Config:
     programs: int = 1
 
 
-def config(dtype: torch.dtype, heads: int, new: int, capability: int) -> Config:
-    """By heads and the new tokens of a sequence; a key is 1,152 bytes for R = 512, P = 64.
+def config(dtype: torch.dtype, rows: int, capability: int) -> Config:
+    """By the query rows of a sequence; a key is 1,152 bytes for R = 512, P = 64.
 
-    On sm_90 (64, 64, 8, 2) is in the sweep and not here: 208 bytes a thread spill.
+    Tiles of 64 rows compile to wgmma on sm_90 and spill a little (24 bytes a thread with 32 keys,
+    208 with 64): they are in the sweep and not here.
     """
     if dtype == torch.float32:
         return Config(16, 16, 8, 1, programs=2)
-    if heads * new <= 16:
+    if rows <= 16:
         return Config(16, 32, 4, 3, programs=2) if capability == 90 else Config(16, 32, 4, 2)
-    if capability == 90:
-        return Config(64, 32, 8, 3) if new == 1 else Config(32, 64, 8, 2)
-    return Config(32, 32, 8, 2)
+    return Config(32, 64, 8, 2) if capability == 90 else Config(32, 32, 8, 2)
 
 
 @cuda_kernel("mla.attend", name="triton.mla_attend", nmse=2e-5)
@@ -203,7 +202,7 @@ def mla_attend(
     assert q_lat.stride(-1) == q_pe.stride(-1) == cache.stride(-1) == result.stride(-1) == 1
     tokens, heads, rank = q_lat.shape
     most = batch.max_new * heads
-    used = override or config(q_lat.dtype, heads, batch.max_new, capability(q_lat))
+    used = override or config(q_lat.dtype, most, capability(q_lat))
     each = triton.cdiv(most, used.block_m)
     fixed, found = batch.sequences * each, tokens * heads // used.block_m + batch.sequences
     blocks = min(fixed, found)
@@ -272,20 +271,22 @@ SWEEP_128 = [
     Config(*c)
     for c in [
         (64, 64, 8, 2, 1),
-        (64, 64, 4, 2, 1),
+        (64, 64, 8, 1, 1),
         (64, 32, 8, 2, 1),
         (64, 32, 8, 3, 1),
-        (64, 64, 8, 1, 1),
+        (64, 16, 8, 4, 1),
         (32, 64, 8, 2, 1),
+        (32, 32, 8, 3, 2),
         (32, 32, 4, 2, 2),
-        (16, 64, 4, 2, 1),
+        (16, 64, 4, 2, 2),
+        (16, 32, 4, 3, 2),
     ]
 ]
 
 
 def _case(dtype: str, heads: int, capability: int, *, new: int, split: bool) -> CompileCase:
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-    used = config(kind, heads, new, capability)
+    used = config(kind, heads * new, capability)
     signature = {n: f"*{dtype}:16" for n in ("q_lat", "q_pe", "cache", "out")}
     signature |= {n: "*i32:16" for n in ("seq_start", "kv_len", "table")}
     strides = ("lat_t", "lat_h", "pe_t", "pe_h", "cache_row", "out_t", "out_h")
