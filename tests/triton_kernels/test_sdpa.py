@@ -9,7 +9,9 @@ import pytest
 import torch
 from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
+from ktgraph.ir import parse_module
 from ktgraph.ops.attn import sdpa as reference
+from ktgraph.ops.registry import kernels_for
 from ktgraph.triton_kernels import sdpa_decode, sdpa_prefill
 from ktgraph.triton_kernels.registry import launcher
 from ktgraph.triton_kernels.sdpa import sdpa
@@ -66,6 +68,29 @@ def check(
 
 def test_registered() -> None:
     assert launcher("attn.sdpa", "triton.sdpa") is sdpa
+
+
+MODULE = """ktgraph.ir 1
+module @m home cpu
+dim A = SIZE
+sym C in 1..64
+sym T in 1..8
+
+func @f(%q: f32[T, 4, A], %c: kv(1 x f32[C, 2, A], 1 x f32[C, 2, A]), %b: batch) -> (f32[T, 4, A]) {
+  %y = attn.sdpa %q, %c, %b {layer = 0, scale = 0.5} : f32[T, 4, A]
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(("size", "taken"), [(256, True), (288, False)])
+def test_takes_heads_of_256_at_most(size: int, taken: bool) -> None:
+    module = parse_module(MODULE.replace("SIZE", str(size)))
+    (op,) = (o for o in module.functions["f"].walk() if o.name == "attn.sdpa")
+    (kernel,) = kernels_for("attn.sdpa", "cuda")
+    answer = kernel.supports(op, module)
+    assert bool(answer) is taken
+    assert taken or "288" in str(answer)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
