@@ -11,7 +11,8 @@ new tokens and all H/G query heads of the sequence that read this head, padded t
 so every key and value is read once.  The number of splits is fixed by the host from B * G, the
 number of multiprocessors and max_kv; each split takes its share of the rows that are really there,
 and a split without rows writes only its largest score, -inf.  With more than one split the f32
-partial sums are combined by `split_combine`.
+partial sums are combined by `split_combine`, in a launch of its own: the program that arrives last
+would read them all through one multiprocessor.
 
 Floor: bytes of the keys and values seen, (A + V) * itemsize per row and head g; 2 * H/G FLOP a byte
 in bf16, far below the ridge.
