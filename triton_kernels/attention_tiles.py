@@ -46,17 +46,29 @@ def block_of(
 def cache_slots(table, first, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Cache row numbers (int32) of rows first + 0..BLOCK-1; `first` is a multiple of BLOCK.
 
-    Rows from `length` on get some number inside the cache.  A tile that lies inside one page looks
-    its page up once; else every row looks up its own.  Callers look up the next tile's rows before
-    they load this one's: a load whose address comes from a load of the same iteration would take
-    pipeline stages from the keys.
+    Rows from `length` on are given as row length - 1: loads need no mask, and a tile holds no
+    number that was never written (0 * NaN is NaN).  Their scores are masked.  A tile that lies
+    inside one page looks its page up once; else every row looks up its own.  Callers look up the
+    next tile's rows before they load this one's: a load whose address comes from a load of the
+    same iteration would take pipeline stages from the keys.
     """
-    rows = first + tl.arange(0, BLOCK)
+    rows = tl.maximum(tl.minimum(first + tl.arange(0, BLOCK), length - 1), 0)
     if PAGE % BLOCK == 0:
-        pages = tl.load(table + first // PAGE, mask=first < length, other=0)
+        pages = tl.load(table + tl.maximum(tl.minimum(first, length - 1), 0) // PAGE)
     else:
-        pages = tl.load(table + rows // PAGE, mask=rows < length, other=0)
+        pages = tl.load(table + rows // PAGE)
     return pages * PAGE + rows % PAGE
+
+
+@triton.jit
+def load_tile(matrix, at, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK] of the rows that begin `at`; columns from SIZE on are 0."""
+    where = matrix + (at[:, None] + columns[None, :])
+    if SIZE == BLOCK:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=(columns < SIZE)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -151,6 +163,7 @@ __all__ = [
     "capability",
     "capped",
     "divided",
+    "load_tile",
     "multiprocessors",
     "offsets",
     "padded",

@@ -43,6 +43,7 @@ from ktgraph.triton_kernels.attention_tiles import (
     capability,
     capped,
     divided,
+    load_tile,
     padded,
     rounded,
     softmax_step,
@@ -121,20 +122,10 @@ def attend_tiles(
     d = tl.arange(0, BLOCK_V)
     for first in range(begin, end, BLOCK_K):
         rows = first + s
-        there = (rows < length)[:, None]
-        keys = tl.load(
-            key + rows[:, None] * expanded_row + n[None, :],
-            mask=there & (n < N)[None, :],
-            other=0.0,
-        )
-        shared = tl.load(
-            pe + rows[:, None] * pe_row + p[None, :], mask=there & (p < P)[None, :], other=0.0
-        )
-        values = tl.load(
-            value + rows[:, None] * expanded_row + d[None, :],
-            mask=there & (d < V)[None, :],
-            other=0.0,
-        )
+        known = tl.minimum(rows, length - 1)  # what lies behind the end was never written
+        keys = load_tile(key, known * expanded_row, n, N, BLOCK_N)
+        shared = load_tile(pe, known * pe_row, p, P, BLOCK_P)
+        values = load_tile(value, known * expanded_row, d, V, BLOCK_V)
         scores = dot(nope_query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_K], tl.float32))
         scores = capped(dot(pe_query, tl.trans(shared), scores), scale, 0.0)
         if MASKED:

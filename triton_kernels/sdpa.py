@@ -20,9 +20,9 @@ def _supports(op: Op, module: Module) -> bool | Refusal:
     kv = op.operands[1]
     if not isinstance(kv, Value) or not isinstance(kv.type, StateType):
         return no("its second operand is not a cache state", op)
-    sizes = [part.dims[-1] for part in kv.type.parts]
-    if any(s.at(module.dims) > _LARGEST_HEAD for s in sizes):
-        return no(f"head sizes are at most {_LARGEST_HEAD}", op)
+    sizes = [part.dims[-1].at(module.dims) for part in kv.type.parts]
+    if max(sizes) > _LARGEST_HEAD:
+        return no(f"head size {max(sizes)}: {_LARGEST_HEAD} at most", op)
     return True
 
 

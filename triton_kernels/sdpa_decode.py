@@ -11,7 +11,8 @@ new tokens and all H/G query heads of the sequence that read this head, padded t
 so every key and value is read once.  The number of splits is fixed by the host from B * G, the
 number of multiprocessors and max_kv; each split takes its share of the rows that are really there,
 and a split without rows writes only its largest score, -inf.  With more than one split the f32
-partial sums are combined by `split_combine`.
+partial sums are combined by `split_combine`, in a launch of its own: the program that arrives last
+would read them all through one multiprocessor.
 
 Floor: bytes of the keys and values seen, (A + V) * itemsize per row and head g; 2 * H/G FLOP a byte
 in bf16, far below the ridge.
@@ -32,6 +33,7 @@ from ktgraph.triton_kernels.attention_tiles import (
     cache_slots,
     capped,
     divided,
+    load_tile,
     multiprocessors,
     offsets,
     padded,
@@ -123,21 +125,16 @@ def sdpa_decode_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, BLOCK_N)
-    slots = cache_slots(table, begin, end, PAGE, BLOCK_N)
+    slots = cache_slots(table, begin, length, PAGE, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
         rows = first + n
-        there = rows < length
-        following = cache_slots(table, first + BLOCK_N, end, PAGE, BLOCK_N)
-        keys = tl.load(
-            k + group * k_g + offsets(slots, k_row, SMALL)[:, None] + a[None, :],
-            mask=there[:, None] & (a < A)[None, :],
-            other=0.0,
-        ).to(query.dtype)
-        values = tl.load(
-            v + group * v_g + offsets(slots, v_row, SMALL)[:, None] + d[None, :],
-            mask=there[:, None] & (d < V)[None, :],
-            other=0.0,
-        ).to(query.dtype)
+        following = cache_slots(table, first + BLOCK_N, length, PAGE, BLOCK_N)
+        keys = load_tile(k + group * k_g, offsets(slots, k_row, SMALL), a, A, BLOCK_A).to(
+            query.dtype
+        )
+        values = load_tile(v + group * v_g, offsets(slots, v_row, SMALL), d, V, BLOCK_V).to(
+            query.dtype
+        )
         scores = dot(query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = capped(scores, scale, SOFTCAP)
         seen = rows[None, :] <= position[:, None]
@@ -182,8 +179,9 @@ def config(dtype: torch.dtype, width: int, rows: int = 16) -> Config:
     if dtype == torch.float32:
         return Config(block_n=16, num_warps=4, num_stages=2)
     if width > 128 and rows > 16:
-        return Config(block_n=32, num_warps=8, num_stages=2)
-    return Config(block_n=32 if width > 128 else 64, num_warps=4, num_stages=3)
+        return Config(block_n=16, num_warps=4, num_stages=2)
+    block_n = 128 if width <= 64 else 64 if width <= 128 else 32
+    return Config(block_n, num_warps=4, num_stages=3)
 
 
 def splits_for(programs: int, max_kv: int, slots: int, block_n: int) -> int:

@@ -32,6 +32,7 @@ from ktgraph.triton_kernels.attention_tiles import (
     capability,
     capped,
     divided,
+    load_tile,
     offsets,
     padded,
     rounded,
@@ -76,21 +77,12 @@ def attend_tiles(
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
     d = tl.arange(0, BLOCK_V)
-    slots = cache_slots(table, begin, end, PAGE, BLOCK_N)
+    slots = cache_slots(table, begin, length, PAGE, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
         rows = first + n
-        there = rows < length
-        following = cache_slots(table, first + BLOCK_N, end, PAGE, BLOCK_N)
-        keys = tl.load(
-            k + offsets(slots, k_row, SMALL)[:, None] + a[None, :],
-            mask=there[:, None] & (a < A)[None, :],
-            other=0.0,
-        ).to(query.dtype)
-        values = tl.load(
-            v + offsets(slots, v_row, SMALL)[:, None] + d[None, :],
-            mask=there[:, None] & (d < V)[None, :],
-            other=0.0,
-        ).to(query.dtype)
+        following = cache_slots(table, first + BLOCK_N, length, PAGE, BLOCK_N)
+        keys = load_tile(k, offsets(slots, k_row, SMALL), a, A, BLOCK_A).to(query.dtype)
+        values = load_tile(v, offsets(slots, v_row, SMALL), d, V, BLOCK_V).to(query.dtype)
         scores = dot(query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = capped(scores, scale, SOFTCAP)
         if MASKED:
@@ -218,7 +210,7 @@ class Config:
 def config(dtype: torch.dtype, width: int, capability: int) -> Config:
     """By the padded head size; registers bind, and shared memory stays under 99 KB but on sm_90."""
     if dtype == torch.float32:
-        return Config(16, 16, 4, 2)
+        return Config(16, 16, 4 if width <= 128 else 8, 2)
     if capability == 90:
         return Config(128, 64, 8, 3) if width <= 128 else Config(128, 32, 8, 3)
     return Config(128, 32, 8, 3) if width <= 128 else Config(64, 32, 8, 2)

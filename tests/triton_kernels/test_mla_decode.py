@@ -9,6 +9,7 @@ import torch
 from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend as reference
+from ktgraph.triton_kernels import mla_decode
 from ktgraph.triton_kernels.mla_decode import Config, mla_attend
 from ktgraph.triton_kernels.registry import launcher
 
@@ -76,6 +77,12 @@ def test_heads(device: torch.device, heads: int, shape: Any) -> None:
 @pytest.mark.parametrize("shape", [DECODE, CHUNK])
 def test_page_sizes(device: torch.device, page: int, shape: Any) -> None:
     check(device, *shape, page=page, dtype=BF16)
+
+
+def test_wide_offsets(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 2^31 elements or more takes 64-bit offsets."""
+    monkeypatch.setattr(mla_decode, "small", lambda *parts: False)
+    check(device, *CHUNK)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 9])

@@ -9,7 +9,9 @@ import pytest
 import torch
 from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
+from ktgraph.ir import parse_module
 from ktgraph.ops.attn import sdpa as reference
+from ktgraph.ops.registry import kernels_for
 from ktgraph.triton_kernels import sdpa_decode, sdpa_prefill
 from ktgraph.triton_kernels.registry import launcher
 from ktgraph.triton_kernels.sdpa import sdpa
@@ -68,6 +70,29 @@ def test_registered() -> None:
     assert launcher("attn.sdpa", "triton.sdpa") is sdpa
 
 
+MODULE = """ktgraph.ir 1
+module @m home cpu
+dim A = SIZE
+sym C in 1..64
+sym T in 1..8
+
+func @f(%q: f32[T, 4, A], %c: kv(1 x f32[C, 2, A], 1 x f32[C, 2, A]), %b: batch) -> (f32[T, 4, A]) {
+  %y = attn.sdpa %q, %c, %b {layer = 0, scale = 0.5} : f32[T, 4, A]
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(("size", "taken"), [(256, True), (288, False)])
+def test_takes_heads_of_256_at_most(size: int, taken: bool) -> None:
+    module = parse_module(MODULE.replace("SIZE", str(size)))
+    (op,) = (o for o in module.functions["f"].walk() if o.name == "attn.sdpa")
+    (kernel,) = kernels_for("attn.sdpa", "cuda")
+    answer = kernel.supports(op, module)
+    assert bool(answer) is taken
+    assert taken or "288" in str(answer)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("past", "new"), [DECODE, CHUNK, ([0], [1]), ([63], [1]), ([3], [65])])
 def test_types_and_batches(
@@ -91,8 +116,14 @@ def test_groups(device: torch.device, heads: tuple[int, int], shape: Any) -> Non
 @pytest.mark.parametrize("page", [4, 32, 48, 128])
 @pytest.mark.parametrize("shape", [DECODE, CHUNK])
 def test_page_sizes(device: torch.device, page: int, shape: Any) -> None:
-    check(device, *shape, page=page)
     check(device, *shape, page=page, dtype=BF16)
+
+
+@pytest.mark.parametrize("form", [sdpa_decode, sdpa_prefill])
+def test_wide_offsets(device: torch.device, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 2^31 elements or more takes 64-bit offsets."""
+    monkeypatch.setattr(form, "small", lambda *parts: False)
+    check(device, [20, 41, 0], [2, 1, 3], form=form)
 
 
 ATTRIBUTES = [
