@@ -133,13 +133,12 @@ def _choose(
     keys = _keys(choice, column[None, :], real, last)
     k = tl.arange(0, KS)[None, :]
     chosen = tl.zeros([R, KS], tl.int32)
-    weight = tl.full([R, KS], float("-inf") if SCORE == "softmax_after_topk" else 0.0, tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(keys, 1)[:, None]
-        taken = keys == best
-        keys = tl.where(taken, _NEVER, keys)
+        keys = tl.where(keys == best, _NEVER, keys)
         chosen = tl.where(k == i, last - (best & 0x7FFFFFFF).to(tl.int32), chosen)
-        weight = tl.where(k == i, tl.sum(tl.where(taken, scores, 0.0), 1)[:, None], weight)
+    nothing = float("-inf") if SCORE == "softmax_after_topk" else 0.0
+    weight = tl.where(k < TOP_K, tl.gather(scores, chosen, 1), nothing)
     if SCORE == "softmax_after_topk":
         weight = tl.exp(weight - tl.max(weight, 1)[:, None])
         weight /= tl.sum(weight, 1)[:, None]

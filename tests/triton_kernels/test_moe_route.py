@@ -49,11 +49,11 @@ def _inputs(
     return strided(x), (2 * torch.randn(experts, cols) / cols**0.5).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("score", moe_route.SCORES)
 @pytest.mark.parametrize(
     ("tokens", "cols", "experts", "top_k"),
-    [(1, 48, 170, 2), (2, 250, 60, 4), (7, 1000, 17, 17), (16, 64, 9, 6), (17, 100, 40, 3)],
+    [(1, 48, 170, 2), (2, 250, 60, 4), (7, 1000, 9, 9), (16, 64, 7, 6), (17, 100, 40, 3)],
 )
 def test_plain(
     tokens: int,
