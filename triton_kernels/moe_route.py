@@ -1,10 +1,12 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
 """moe.route: logits of all experts in f32, then each token's top_k experts and their weights.
 
-Few tokens (T <= 16; 8 for 512 experts), one launch `_route_few`: a program keeps the gate rows of one to four experts
-in registers and multiplies them with every token in turn, so the gate is read once and by all
-multiprocessors at the same time.  The program that arrives last (an atomic counter, which it sets
-back to zero) chooses the experts of all tokens.
+Few tokens (T <= 16; 4 for 512 experts), one launch `_route_few`: a program keeps the gate rows of
+one to four experts in registers and multiplies them with every token in turn, so the gate is read
+once and by all multiprocessors at the same time.  The program that arrives last (an atomic counter,
+which it sets back to zero) chooses the experts of all tokens.
 Floor: E * D * bytes of the gate over memory bandwidth.
 
 Many tokens, two launches: `_logits` multiplies tiles with tl.dot, split along D into parts of at
@@ -32,7 +34,7 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 
 SCORES = ("softmax", "sigmoid", "softmax_after_topk")
 GROUP_SCORES, MASKS = ("max", "top2sum"), ("zero", "neg_inf")
-_FEW, _FEW_CELLS = 16, 4096  # tokens, and tokens * columns, up to which one launch is used
+_FEW = 16  # tokens up to which one launch is used
 _MAX_COLUMNS = 8192  # of x in one program of `_route_few`
 _NEVER = tl.constexpr(-(1 << 63))  # key of a column that is taken, or no expert
 
@@ -124,20 +126,19 @@ def _choose(
     choice = scores
     if select_bias is not None:
         offset = tl.load(select_bias + expert, mask=expert < experts, other=0.0)
-        choice += offset.to(tl.float32)[None, :]
+        choice = scores + offset.to(tl.float32)[None, :]
     if GROUPED:
         kept = _keep_groups(choice, real, groups, TOPK_GROUPS, R, GROUPS, SIZE, GROUP_SCORE)
         choice = tl.where(kept, choice, 0.0 if MASK == "zero" else float("-inf"))
     keys = _keys(choice, column[None, :], real, last)
     k = tl.arange(0, KS)[None, :]
     chosen = tl.zeros([R, KS], tl.int32)
-    weight = tl.full([R, KS], float("-inf") if SCORE == "softmax_after_topk" else 0.0, tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(keys, 1)[:, None]
-        taken = keys == best
-        keys = tl.where(taken, _NEVER, keys)
+        keys = tl.where(keys == best, _NEVER, keys)
         chosen = tl.where(k == i, last - (best & 0x7FFFFFFF).to(tl.int32), chosen)
-        weight = tl.where(k == i, tl.sum(tl.where(taken, scores, 0.0), 1)[:, None], weight)
+    nothing = float("-inf") if SCORE == "softmax_after_topk" else 0.0
+    weight = tl.where(k < TOP_K, tl.gather(scores, chosen, 1), nothing)
     if SCORE == "softmax_after_topk":
         weight = tl.exp(weight - tl.max(weight, 1)[:, None])
         weight /= tl.sum(weight, 1)[:, None]
@@ -322,7 +323,7 @@ def _columns(experts: int, groups: int) -> dict[str, int]:
 
 def _few(columns: int) -> int:
     """Most tokens whose choice fits the registers of one program."""
-    return min(_FEW, _FEW_CELLS // columns)
+    return max(1, min(_FEW, (1 << 20) // columns**2))  # 16 for 256 experts, 4 for 512
 
 
 def _few_config(experts: int, cols: int) -> dict[str, int]:
