@@ -44,11 +44,13 @@ def in_kind(weight, kind: tl.constexpr):
 
 
 def unaligned(*matrices: torch.Tensor) -> bool:
-    """Whether a matrix has rows that do not all begin on 16 bytes: these load element by element."""
-    return any(
-        m.data_ptr() % 16 or any(s * m.element_size() % 16 for s in m.stride()[:-1])
-        for m in matrices
-    )
+    """Whether any has rows that do not begin on 16 bytes: such rows load element by element."""
+    return any(m.data_ptr() % 16 or any(b % 16 for b in _row_bytes(m)) for m in matrices)
+
+
+def _row_bytes(matrix: torch.Tensor) -> list[int]:
+    steps = zip(matrix.shape[:-1], matrix.stride()[:-1], strict=True)
+    return [step * matrix.element_size() for size, step in steps if size > 1]
 
 
 __all__ = ["dense_weights", "in_kind", "unaligned"]

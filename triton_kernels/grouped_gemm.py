@@ -337,8 +337,11 @@ def _both(
         (_gate_up, "gate_up", gate_up, config.gate_up, {"ACT": "silu"}),
         (_down, "down", down, config.down, {}),
     ):
+        bias = "b13" if kernel is _gate_up else "b2"
+        absent = {bias: None} if even else {}
         constants = {
             **extra,
+            **absent,
             "HAS_BIAS": not even,
             "EVEN_K": even,
             "BLOCK_M": config.block_m,
@@ -350,7 +353,7 @@ def _both(
             CompileCase(
                 kernel,
                 f"grouped_gemm.{name} {end}",
-                types,
+                {n: t for n, t in types.items() if n not in absent},
                 constants,
                 tile.warps,
                 tile.stages,

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """nn.linear with dense weights: out[T, N] = x[T, K] @ w[N, K].T + b, sums in float32.
 
 Three forms by the number of tokens:
@@ -34,18 +34,23 @@ MULTIPLY_ADD_TOKENS, FEW_TOKENS = 2, 32
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Rows of w of a program, columns of a step; stages of the pipeline (tl.dot only)."""
+    """Rows of w of a program, columns of a step.
+
+    stages: of the pipeline (tl.dot); unroll: steps whose loads may be in flight together
+    (multiply-add).
+    """
 
     rows: int
     cols: int
     warps: int
     stages: int = 1
+    unroll: int = 1
 
 
 # A step of the multiply-add form holds rows * cols * 2 bytes in registers, those of several
 # programs per multiprocessor being in flight together.
 _MULTIPLY_ADD = {
-    "small": LinearConfig(2, 1024, 4),  # fewer rows than 8 for each of some 1000 programs
+    "small": LinearConfig(2, 1024, 4),  # 2048 rows still make 1000 programs
     "large": LinearConfig(8, 512, 4),
     "float32": LinearConfig(4, 512, 4),
 }
@@ -98,6 +103,7 @@ def _few(
     kernel = _multiply_add if tokens <= MULTIPLY_ADD_TOKENS else _dot
     c = config or linear_config(x, w)
     padded = tokens if kernel is _multiply_add else max(16, triton.next_power_of_2(tokens))
+    extra = {"UNROLL": c.unroll} if kernel is _multiply_add else {}
     kernel[(triton.cdiv(w.shape[0], c.rows),)](
         x,
         w,
@@ -114,6 +120,7 @@ def _few(
         TOKENS=padded,
         ROWS=c.rows,
         COLS=c.cols,
+        **extra,
         num_warps=c.warps,
         num_stages=c.stages,
     )
@@ -149,6 +156,7 @@ def _multiply_add(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, width - 1).to(tl.int64)  # rows past the edge repeat the last one
@@ -158,7 +166,7 @@ def _multiply_add(
     kind = x.dtype.element_ty
     first = tl.zeros([ROWS, COLS], dtype=tl.float32)
     second = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    for done in range(0, depth, COLS):
+    for done in tl.range(0, depth, COLS, loop_unroll_factor=UNROLL):
         if EVEN_K:
             weight = tl.load(w_at + done)
             value = tl.load(x_at + done)
@@ -233,7 +241,7 @@ def _cases() -> list[CompileCase]:
         for name, c in table.items():
             kind = "fp32" if name == "float32" else "bf16"
             size = "i32" if name == "unaligned" else "i32:16"
-            types = {n: f"*{kind}:16" for n in ("x", "w", "b", "out")}
+            types = {n: f"*{kind}:16" for n in ("x", "w", "b", "out")} | {"tokens": "i32"}
             types |= {n: size for n in ("width", "depth", "stride_x", "stride_w", "stride_out")}
             for tokens in token_tiles:
                 for even in (True, False) if name != "unaligned" else (False,):
@@ -244,13 +252,16 @@ def _cases() -> list[CompileCase]:
                         "ROWS": c.rows,
                         "COLS": c.cols,
                     }
+                    absent = {"b": None} if even else {}
+                    if kernel is _multiply_add:
+                        constants["UNROLL"] = c.unroll
                     made.append(
                         CompileCase(
                             kernel,
                             f"linear.{kernel.fn.__name__[1:]} {name} T={tokens}"
                             f"{' even' if even else ''}",
-                            {**types, "tokens": "i32"},
-                            constants,
+                            {n: t for n, t in types.items() if n not in absent},
+                            {**constants, **absent},
                             c.warps,
                             c.stages,
                         )

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """The routed experts' outputs of a token, weighted and added in order of k.
 
     out[t] = sum over k of weights[t, k] * y[t * K + k]       ids[t, k] >= 0; float32 sum, one store

@@ -13,7 +13,7 @@ from ktgraph.triton_kernels.grouped_gemm import GroupedConfig, Tile
 from ktgraph.triton_kernels.registry import launcher
 
 BOUNDS = {torch.float32: 1e-10, torch.float16: 1e-6, torch.bfloat16: 6e-5}
-SIZES = {"D": 40, "F": 24, "E": 7}
+SIZES: dict[str, Any] = {"D": 40, "F": 24, "E": 7}
 
 
 def make(
