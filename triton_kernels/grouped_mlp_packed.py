@@ -1,4 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """moe.grouped_mlp with packed experts: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
 
 Few pairs (decode), two launches, bound by the packed bytes of the chosen experts:

@@ -23,7 +23,7 @@ def case(shape: str, format: str, group: int, config: UnpackConfig | None = None
     out = torch.empty(_COUNT, rows, cols, device="cuda", dtype=torch.bfloat16)
     chosen = config or UnpackConfig()
     moved = weight.data.numel() + out.nbytes
-    source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
+    source = torch.empty(2 if config else moved // 2, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     return Case(
         "unpack",

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tile_weights import FORMATS, packed
+
 from ktgraph.ops import op_def
 from ktgraph.triton_kernels.grouped_mlp_packed import (
     DecodeConfig,
@@ -10,7 +12,6 @@ from ktgraph.triton_kernels.grouped_mlp_packed import (
 )
 from ktgraph.triton_kernels.packed import PackedWeight
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
-from tile_weights import FORMATS, packed
 
 D, F, EXPERTS, K = 72, 26, 4, 3
 BOUND = 1e-4
