@@ -66,7 +66,7 @@ class TileConfig:
 ROW = TileConfig(2, 64, 4, 1)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
-ROWS_F32 = TileConfig(1, 16, 4, 1)
+ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
 ROW_SWEEP = tuple(
     TileConfig(tiles, kb * warps, warps, stages)
     for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
@@ -126,7 +126,8 @@ def swiglu_packed(
 ) -> None:
     (y,) = out
     tokens = x.shape[0]
-    if tokens > most_direct(x.dtype) or not w13.gate_up:
+    most = 1 if x.dtype == torch.float32 else MOST_DIRECT  # see ROWS_F32
+    if tokens > most or not w13.gate_up:
         both = x.new_empty(tokens, w13.rows)
         linear_packed(x, w13, out=(both,))
         gate, up = both.chunk(2, dim=-1)
