@@ -1,4 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """moe.grouped_mlp with packed experts: out[t] = sum over k of weight * w2[e] @ (act(gate) * up).
 
 Few pairs (decode), two launches, bound by the packed bytes of the chosen experts:
@@ -61,6 +62,7 @@ class DecodeConfig:
 
 
 DECODE = DecodeConfig()
+DECODE_F32 = DecodeConfig(down_warps=8)
 GATE_UP_SWEEP = tuple(
     DecodeConfig(tiles, kb * warps, warps, stages)
     for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
@@ -90,7 +92,7 @@ def grouped_mlp_packed(
     act: str,
     alpha: float,
     limit: float,
-    config: DecodeConfig = DECODE,
+    config: DecodeConfig | None = None,
     decode_pairs: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
@@ -103,8 +105,9 @@ def grouped_mlp_packed(
     if most is None:
         most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
     if ids.numel() <= most and w13.gate_up:
-        hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, config)
-        decode_down(hidden, ids, weights, w2, b2, out[0], config)
+        chosen = config or (DECODE_F32 if x.dtype == torch.float32 else DECODE)
+        hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
+        decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
@@ -393,18 +396,19 @@ _SHARED = {
 def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
+    config = DECODE_F32 if dtype == "fp32" else DECODE
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
         "GROUP": 0 if format == "int8" else 64,
         "HAS_BIAS": bias,
-        "KB": DECODE.down_kb(choices) if is_down else DECODE.gate_up_kb,
-        "STAGES": DECODE.down_stages if is_down else DECODE.gate_up_stages,
+        "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
+        "STAGES": config.down_stages if is_down else config.gate_up_stages,
     }
     if is_down:
         constants["CHOICES"] = choices
     else:
-        constants |= {"ACT": "silu", "EVEN": not bias, "TILES": DECODE.gate_up_tiles}
+        constants |= {"ACT": "silu", "EVEN": not bias, "TILES": config.gate_up_tiles}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "hidden", "out")}
     types = {**_SHARED, **pointers}
     return CompileCase(
@@ -412,7 +416,7 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
         f"grouped_mlp_packed.{'down' if is_down else 'gate_up'} {format} {dtype} K={top_k}",
         {n: t for n, t in types.items() if n in _names(kernel) and n not in constants},
         constants,
-        DECODE.down_warps if is_down else DECODE.gate_up_warps,
+        config.down_warps if is_down else config.gate_up_warps,
         3,
     )
 
@@ -430,6 +434,7 @@ COMPILE_CASES = [
 
 __all__ = [
     "DECODE",
+    "DECODE_F32",
     "DECODE_PAIRS",
     "DOWN_SWEEP",
     "GATE_UP_SWEEP",

@@ -1,4 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Packed tiles inside kernels: words to numbers, scales, and a row of x times tiles.
 
 A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8), see

@@ -1,4 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Packed tiles to dense row-major matrices: what a product with many tokens reads.
 
     out[i, r, c] = value of W[first + i][r, c], rounded to out's dtype; gate rows, then up rows

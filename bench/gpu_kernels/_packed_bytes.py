@@ -28,3 +28,8 @@ def random_packed(
         rows_at = end - 64 * layout.tiles
         data[:, rows_at:end] = scale[:, : 16 * layout.tiles].contiguous().view(torch.uint8)
     return PackedWeight(data.reshape(-1), format, rows, cols, count, group, gate_up)
+
+
+def sets_beyond_l2(nbytes: int) -> int:
+    """Weights of this size that together exceed the 60 MB of L2 by far."""
+    return max(2, -(-(256 << 20) // nbytes))
