@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import prod
 from pathlib import Path
@@ -64,20 +64,20 @@ class Cell:
     layers: int | None = None
 
 
-CELLS = {
-    c.name: c
-    for c in (
-        Cell("v2lite-cuda-bf16", "deepseek-v2-lite", None, "", "125GiB", 2048),
-        Cell("qwen3-30b-cuda-bf16", "qwen3-30b-a3b", None, "", "125GiB", 2048),
-        Cell("v2lite-hybrid", "deepseek-v2-lite", "experts=int4p(group=64)", _ON_CPU, "125GiB", 2048),
-        Cell("v2lite-hybrid-streamed", "deepseek-v2-lite", "experts=int4p(group=64)", _STREAMED, "125GiB", 2048),
-        Cell("qwen3-30b-hybrid", "qwen3-30b-a3b", "experts=int4p(group=64)", _ON_CPU, "125GiB", 2048),
-        Cell("qwen3-30b-hybrid-streamed", "qwen3-30b-a3b", "experts=int4p(group=64)", _STREAMED, "125GiB", 2048),
-        Cell("v2-236b-21g", "deepseek-v2", "experts=int4p(group=64),*=int8", _STREAMED, "21GiB", 4096),
-        Cell("v2-236b-130g", "deepseek-v2", "experts=int4p(group=64),*=int8", "", "130GiB", 4096),
-        Cell("qwen2-57b-12g", "qwen2-57b-a14b", "experts=int4p(group=64),*=int8", _STREAMED, "12GiB", 4096),
-    )
-}  # fmt: skip
+_INT4 = "experts=int4p(group=64)"
+_INT4_REST_INT8 = "experts=int4p(group=64),*=int8"
+_ALL = (
+    Cell("v2lite-cuda-bf16", "deepseek-v2-lite", None, "", "125GiB", 2048),
+    Cell("qwen3-30b-cuda-bf16", "qwen3-30b-a3b", None, "", "125GiB", 2048),
+    Cell("v2lite-hybrid", "deepseek-v2-lite", _INT4, _ON_CPU, "125GiB", 2048),
+    Cell("v2lite-streamed", "deepseek-v2-lite", _INT4, _STREAMED, "125GiB", 2048),
+    Cell("qwen3-30b-hybrid", "qwen3-30b-a3b", _INT4, _ON_CPU, "125GiB", 2048),
+    Cell("qwen3-30b-streamed", "qwen3-30b-a3b", _INT4, _STREAMED, "125GiB", 2048),
+    Cell("v2-236b-21g", "deepseek-v2", _INT4_REST_INT8, _STREAMED, "21GiB", 4096),
+    Cell("v2-236b-130g", "deepseek-v2", _INT4_REST_INT8, "", "130GiB", 4096),
+    Cell("qwen2-57b-12g", "qwen2-57b-a14b", _INT4_REST_INT8, _STREAMED, "12GiB", 4096),
+)
+CELLS = {c.name: c for c in _ALL}
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -164,8 +164,6 @@ def prepare(cell: Cell) -> Path:
     traced = kt.trace(model, dtype="bf16")
     target = load_target(TARGET)
     gpu = target.device("cuda:0")
-    from dataclasses import replace
-
     target = target.with_device(replace(gpu, memory=parse_size(cell.gpu_memory)))
     options = options_of(cell)
     PREPARED.mkdir(parents=True, exist_ok=True)
@@ -230,13 +228,12 @@ class CopiedWeights:
 # -- floors ---------------------------------------------------------------------------------------
 @dataclass
 class Bytes:
-    """What a decode step reads: on the GPU beside experts, in the shared expert, experts, the head."""
+    """What a decode step reads: on the GPU beside experts, in shared experts, in chosen experts."""
 
     gpu: float = 0.0
     shared: float = 0.0
     gpu_experts: float = 0.0
     cpu_experts: float = 0.0
-    total: dict[str, float] = field(default_factory=dict)
 
 
 def bytes_of(plan: Plan) -> Bytes:
@@ -289,7 +286,7 @@ def hbm_bandwidth() -> float:
 
 
 # -- measuring ------------------------------------------------------------------------------------
-def run(cell: Cell) -> dict[str, Any]:
+def run(cell: Cell, with_profile: bool = False) -> dict[str, Any]:
     """Measure one cell."""
     from ktgraph.bench.limits import Reader
     from ktgraph.cpu_kernels import load_native
@@ -320,6 +317,8 @@ def run(cell: Cell) -> dict[str, Any]:
     prefill = prefill_seconds(runner, cell.prompt)
     decode = decode_seconds(runner, cell.context)
     after = reader.read(threads) if reader else 0.0
+    if with_profile:
+        print(profile(runner, cell.context, cell.prompt), flush=True)
     floor = decode_floor(read, layers, max(before, after, 1.0), hbm)
     median = statistics.median(decode)
     return {
@@ -342,6 +341,34 @@ def run(cell: Cell) -> dict[str, Any]:
         "bytes": asdict(read),
         "handovers": layers,
     }
+
+
+def profile(runner: Runner, context: int, prompt: int) -> str:
+    """Where the GPU's time goes, by kernel: four decode steps, then one prefill."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    def shown(title: str, call: Callable[[], object]) -> str:
+        with record(activities=[ProfilerActivity.CUDA]) as found:
+            begin = time.perf_counter()
+            call()
+            spent = time.perf_counter() - begin
+        rows = sorted(found.key_averages(), key=lambda r: -r.device_time_total)[:22]
+        lines = [f"{title}: {spent * 1e3:.2f} ms"]
+        lines += [f"  {r.device_time_total / 1e3:9.3f} ms {r.count:6} {r.key[:90]}" for r in rows]
+        return "\n".join(lines)
+
+    seq = runner.open()
+    runner.forward([(seq, _tokens(runner, context))])
+    for _ in range(4):
+        runner.forward([(seq, [1])])
+    decode = shown("4 decode steps", lambda: [runner.forward([(seq, [2])]) for _ in range(4)])
+    runner.close(seq)
+    seq = runner.open()
+    tokens = _tokens(runner, prompt)
+    prefill = shown("prefill", lambda: runner.forward([(seq, tokens)]))
+    runner.close(seq)
+    return f"{decode}\n{prefill}"
 
 
 def _tokens(runner: Runner, count: int) -> list[int]:
@@ -381,9 +408,10 @@ def finished() -> dict[str, dict[str, Any]]:
 
 def table() -> str:
     lines = [
-        "| cell | decode tok/s | ms | floor ms | of floor | prefill tok/s | GPU GiB | DRAM GB/s | HBM TB/s |",
+        "| cell | decode tok/s | ms | floor ms | of floor | prefill tok/s | GPU GiB "
+        "| DRAM GB/s | HBM TB/s |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+    ]
     for r in finished().values():
         dram = ", ".join(f"{x / 1e9:.0f}" for x in r["dram"])
         lines.append(
@@ -398,6 +426,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Whole models on a GPU and the CPU together.")
     parser.add_argument("what", choices=("prepare", "run", "table"))
     parser.add_argument("cells", nargs="*", help="default: all")
+    parser.add_argument("--profile", action="store_true", help="also print where time goes")
     args = parser.parse_args()
     unknown = sorted(set(args.cells) - CELLS.keys())
     if unknown:
@@ -411,7 +440,7 @@ def main() -> int:
         for cell in chosen:
             if cell.name in done and not args.cells:
                 continue
-            found = run(cell)
+            found = run(cell, args.profile)
             RESULTS.parent.mkdir(parents=True, exist_ok=True)
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
