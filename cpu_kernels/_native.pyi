@@ -184,6 +184,9 @@ class Service:
     def running(self) -> bool: ...
     @property
     def served(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent in the plans of answered requests."""
 
 REPLY_FAILED: int
 

@@ -578,7 +578,8 @@ NB_MODULE(_native, m) {
           "Ends the watching, then check().")
       .def("check", &Service::check)
       .def_prop_ro("running", &Service::running)
-      .def_prop_ro("served", &Service::served);
+      .def_prop_ro("served", &Service::served)
+      .def_prop_ro("busy_seconds", [](const Service& s) { return s.busy_ns() * 1e-9; });
   m.attr("REPLY_FAILED") = kReplyFailed;
 
   m.def(

@@ -85,7 +85,9 @@ void Service::answer(Mailbox& box, uint32_t value) {
     failed = !error_.empty();  // what follows a failure may be built on its outputs
   }
   if (!failed) try {
+      const Clock::time_point begin = Clock::now();
       run_sized(*box.program, box.sizes);
+      busy_ns_ += std::chrono::nanoseconds(Clock::now() - begin).count();
       ++served_;
     } catch (const std::exception& e) {
       std::lock_guard<std::mutex> lock(error_mutex_);

@@ -13,7 +13,7 @@ from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import CostDims, OpDef, op_def
-from ktgraph.target import Target
+from ktgraph.target import Device, Target
 from ktgraph.weights.encodings import nbytes as encoded_nbytes
 
 Encodings = Mapping[str, Encoding]  # of weights by name
@@ -94,7 +94,11 @@ class OpCost:
         at = target.device(device or self.device)
         dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
         moved = (self.read + self.written) / at.bandwidth_at()
-        return max(self.flops / at.peak_for(dtype), moved) + at.launch
+        return max(self.flops / at.peak_for(dtype), moved) + self._launch(at)
+
+    def _launch(self, at: Device) -> float:
+        """Seconds to start it: one region of the CPU's engine, or every kernel on a GPU."""
+        return at.launch if at.kind == "cpu" else at.launch * op_def(self.op.name).launches
 
     def bound(self, target: Target, device: str | None = None, *, fallback: bool = False) -> str:
         """What limits it there: compute, memory or launch."""
@@ -102,7 +106,7 @@ class OpCost:
         dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
         compute = self.flops / at.peak_for(dtype)
         moved = (self.read + self.written) / at.bandwidth_at()
-        if at.launch >= max(compute, moved):
+        if self._launch(at) >= max(compute, moved):
             return "launch"
         return "compute" if compute >= moved else "memory"
 

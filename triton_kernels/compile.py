@@ -33,7 +33,8 @@ class CompileCase:
     """One launch configuration.
 
     signature: argument name -> Triton type; ``:16`` behind it promises divisibility by 16, as in
-    "*bf16:16" and "i32:16".  constants: the constexpr arguments.  capabilities: which GPUs it is
+    "*bf16:16" and "i32:16".  constants: the constexpr arguments.  stack: bytes of local memory that a
+    thread may take, where that measured faster than any configuration without.  capabilities: which GPUs it is
     shipped for.
     """
 
@@ -44,6 +45,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     capabilities: Sequence[int] = CAPABILITIES
+    stack: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Usage:
     stack: int
     spills: int  # bytes of local memory stores and loads that ptxas reports, by its stack frame
     shared: int
+    allowed_stack: int
 
 
 def compile_case(case: CompileCase, capability: int) -> Usage:
@@ -80,6 +83,7 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         usage["STACK"],
         usage["LOCAL"],
         max(int(made.metadata.shared), usage["SHARED"]),
+        case.stack,
     )
 
 

@@ -55,8 +55,8 @@ class DecodeConfig:
     gate_up_cols: int = 512
     gate_up_warps: int = 4
     down_rows: int = 16
-    down_cols: int = 512
-    down_warps: int = 4
+    down_cols: int = 256
+    down_warps: int = 8
     unroll: int = 2  # steps whose loads may be in flight together
 
 

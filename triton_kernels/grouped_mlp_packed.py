@@ -53,8 +53,8 @@ class DecodeConfig:
     gate_up_kb: int = 64
     gate_up_warps: int = 4
     gate_up_stages: int = 1
-    down_warps: int = 16
-    down_stages: int = 3
+    down_warps: int = 8
+    down_stages: int = 1
 
     def down_kb(self, choices: int) -> int:
         """As many blocks as keep a step of h smaller than the program's threads."""

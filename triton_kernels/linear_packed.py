@@ -63,7 +63,7 @@ class TileConfig:
     stages: int
 
 
-ROW = TileConfig(2, 64, 4, 1)
+ROW = TileConfig(2, 64, 8, 3)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up

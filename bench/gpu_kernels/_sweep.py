@@ -1,15 +1,19 @@
 """Launch configurations of kernels side by side: what the tables in the kernel files come from.
 
-    python -m bench.gpu_kernels._sweep NAME [--only TEXT]     on a machine with a CUDA device
+    python -m bench.gpu_kernels._sweep NAME [--only TEXT] [--warm N]     where a CUDA device is
 
-A kernel's benchmark file lists its candidates in ``sweep()``; labels read "shape with
-configuration".  Wrong or failing ones are shown, never ranked.
+Compiling is what takes long: `--warm N` lets N processes compile and run everything once, so that
+the measuring that follows finds all of it in Triton's cache.  A kernel's benchmark file lists its
+candidates in ``sweep()``; labels read "shape with configuration".  Wrong or failing ones are shown,
+never ranked.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 import torch
@@ -32,16 +36,41 @@ def measured(case: Case) -> float | None:
     return None
 
 
+def warm(name: str, only: str, count: int) -> None:
+    """Compile every case, in `count` processes side by side."""
+    command = [sys.executable, "-m", "bench.gpu_kernels._sweep", name, "--only", only, "--share"]
+    running = [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]
+    for process in running:
+        process.wait()
+
+
+def compile_share(cases: list[Case], share: str) -> None:
+    """Run every n-th case once, whatever it gives."""
+    number, _, count = share.partition("/")
+    for case in cases[int(number) :: int(count)]:
+        with suppress(Exception):
+            case.run(0)
+    torch.cuda.synchronize()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_kernels._sweep", description=__doc__)
     parser.add_argument("name", help="a benchmark file that has sweep()")
     parser.add_argument("--only", default="", help="shapes whose label contains this")
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile beforehand")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device: this benchmark needs one")
     module = import_module(f"bench.gpu_kernels.{options.name}")
+    cases = [c for c in module.sweep() if options.only in c.label]
+    if options.share:
+        compile_share(cases, options.share)
+        return 0
+    if options.warm:
+        warm(options.name, options.only, options.warm)
     results: dict[str, list[tuple[float, str, Case]]] = {}
-    for case in (c for c in module.sweep() if options.only in c.label):
+    for case in cases:
         shape, _, config = case.label.partition(" with ")
         spent = measured(case)
         if spent is not None:

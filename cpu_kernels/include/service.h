@@ -40,6 +40,7 @@ class Service {
   void check();  // throws the first failure; later ones are answered as failed too
   bool running() const { return thread_.joinable(); }
   long served() const { return served_; }
+  long busy_ns() const { return busy_ns_; }  // spent in the plans of answered requests
 
  private:
   void watch();
@@ -52,7 +53,7 @@ class Service {
   std::vector<Mailbox> boxes_;
   size_t next_ = 0;  // where the next request is expected
   std::atomic<bool> stop_{false};
-  std::atomic<long> served_{0};
+  std::atomic<long> served_{0}, busy_ns_{0};
   std::mutex error_mutex_;
   std::string error_;
   std::thread thread_;

@@ -21,6 +21,7 @@ from ktgraph.runtime.state import State
     " layer: int, scale: float) -> f[..., H, R]",
     flops=lambda d: 2.0 * d.attend * d.H * (2 * d.R + d.P),
     reads=lambda d: d.nbytes(0) + d.nbytes(1) + 4.0 * d.S * (d.R + d.P),
+    launches=2,
     cases=[case(T=1, S=63, H=4, R=16, P=8), case(T=7, S=130, H=3, R=64, P=32)],
 )
 def attend(
@@ -44,7 +45,15 @@ def attend(
     "mla.attend_expanded(q_nope: f[..., H, N], q_pe: f[..., H, P], kv: kv(f[C, R+P]), batch,"
     " kv_b: f[H*(N+V), R]; layer: int, scale: float) -> f[..., H, V]",
     flops=lambda d: 2.0 * d.S * d.H * (d.N + d.V) * d.R + 2.0 * d.attend * d.H * (d.N + d.P + d.V),
-    reads=lambda d: d.nbytes(0) + d.nbytes(1) + d.nbytes(4) + 4.0 * d.S * (d.R + d.P),
+    # the rebuilt keys and values are written and read once, in 2 bytes each
+    reads=lambda d: (
+        d.nbytes(0)
+        + d.nbytes(1)
+        + d.nbytes(4)
+        + 4.0 * d.S * (d.R + d.P)
+        + 4.0 * d.S * d.H * (d.N + d.V)
+    ),
+    launches=4,
     cases=[
         case(T=1, S=63, H=4, N=16, P=8, V=12, R=24),
         case(T=7, S=130, H=3, N=32, P=16, V=32, R=64),

@@ -171,6 +171,7 @@ def act(x: torch.Tensor, *, act: str) -> torch.Tensor:
 @op(
     'nn.swiglu(x: f[..., D], w13: f[W, D], w2: f[D, M]; act: str = "silu") -> f[..., D]',
     flops=lambda d: 6.0 * d.tokens * d.M * d.D,
+    launches=2,
     cases=[case(T=1, D=48, M=33, W=66), case(T=9, D=64, M=40, W=80)],
 )
 def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, act: str) -> torch.Tensor:

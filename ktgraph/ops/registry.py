@@ -59,6 +59,7 @@ class OpDef:
     is_view: bool  # the result shares its operand's storage
     has_effect: bool
     cases: tuple[Mapping[str, int], ...]
+    launches: int = 1  # kernels that a GPU starts for one call of few tokens
 
     def result_types(self, types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
         full = self.signature.full_attrs(attrs)
@@ -92,6 +93,7 @@ def op(
     view: bool = False,
     effect: bool = False,
     cases: Iterable[Mapping[str, int]] = (),
+    launches: int = 1,
 ) -> Callable[[Reference], Reference]:
     """Declare an op; the decorated plain torch function is its meaning.
 
@@ -104,7 +106,17 @@ def op(
             raise ValueError(f"op {parsed.name} is declared twice")
         doc = (reference.__doc__ or "").strip()
         _OPS[parsed.name] = OpDef(
-            parsed.name, parsed, reference, doc, flops, reads, infer, view, effect, tuple(cases)
+            parsed.name,
+            parsed,
+            reference,
+            doc,
+            flops,
+            reads,
+            infer,
+            view,
+            effect,
+            tuple(cases),
+            launches,
         )
         return reference
 

@@ -208,6 +208,11 @@ class _BoundPhase:
         assert isinstance(slot.type, TensorType)
         return TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
 
+    @property
+    def _is_decode(self) -> bool:
+        """One new token a sequence: few sizes, called again and again, so worth a graph."""
+        return self.phase.max_q == 1
+
     # -- one call ---------------------------------------------------------------------------------
     def run(self, step: StepArrays) -> torch.Tensor:
         sizes = Sizes(step.tokens, step.rows, step.sequences)
@@ -230,8 +235,8 @@ class _BoundPhase:
 
     def _bounds(self, step: StepArrays) -> tuple[int, int]:
         """Most new tokens and rows of a sequence: of any call when it may be captured."""
-        if self.phase.max_q is not None:
-            return self.phase.max_q, self.executor.shape.sequence_rows
+        if self._is_decode:
+            return 1, self.executor.shape.sequence_rows
         new = int(np.diff(step.seq_start[: step.sequences + 1]).max())
         longest = int(step.kv_len[: step.sequences].max())
         return new, -(-longest // 256) * 256
@@ -260,7 +265,7 @@ class _BoundPhase:
 
     def _start(self, made: _Made, part: Part) -> None:
         """Run a part's steps; from the second call of a decode size on, as one graph."""
-        may_capture = self.executor.capture and self.phase.max_q is not None
+        may_capture = self.executor.capture and self._is_decode
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
         made.runs += 1
