@@ -33,9 +33,9 @@ class CompileCase:
     """One launch configuration.
 
     signature: argument name -> Triton type; ``:16`` behind it promises divisibility by 16, as in
-    "*bf16:16" and "i32:16".  constants: the constexpr arguments.  stack: bytes of local memory that a
-    thread may take, where that measured faster than any configuration without.  capabilities: which GPUs it is
-    shipped for.
+    "*bf16:16" and "i32:16".  constants: the constexpr arguments.  capabilities: which GPUs it is
+    shipped for.  stack: bytes of local memory that a thread may take, where that measured faster
+    than any configuration without.
     """
 
     kernel: Any
