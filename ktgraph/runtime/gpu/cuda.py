@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Mailbox, Step
 from ktgraph.runtime.gpu.driver import (
     DriverError,
     has_stream_memory_operations,
@@ -30,6 +30,7 @@ class CudaDevice(GpuDevice):
         self.torch_device = torch.device("cuda", index)
         self.stream = torch.cuda.Stream(self.torch_device)
         self.copies = torch.cuda.Stream(self.torch_device)
+        self.side = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # scratch of captured graphs, which never run at the same time
         self._end = torch.cuda.Event()
         if not has_stream_memory_operations():
@@ -84,6 +85,22 @@ class CudaDevice(GpuDevice):
             handover.receive(source, target, box.reply)
 
         return step
+
+    def fork(self, fork: Fork) -> Step:
+        fork.begin, fork.end = torch.cuda.Event(), torch.cuda.Event()
+        return lambda: fork.begin.record(self.stream)
+
+    def aside(self, fork: Fork, step: Step) -> Step:
+        def run() -> None:
+            self.side.wait_event(fork.begin)
+            with torch.cuda.stream(self.side):
+                step()
+            fork.end.record(self.side)
+
+        return run
+
+    def join(self, fork: Fork) -> Step:
+        return lambda: self.stream.wait_event(fork.end)
 
     def pin(self, memory: torch.Tensor) -> str:
         if memory.is_pinned():

@@ -57,6 +57,14 @@ class Fetch:
     free: Any = None
 
 
+@dataclass
+class Fork:
+    """Work on the side stream, and the events around it; devices fill them."""
+
+    begin: Any = None
+    end: Any = None
+
+
 class GpuDevice(ABC):
     """One GPU with a main stream, on which steps run in order, and a stream for copies."""
 
@@ -93,6 +101,18 @@ class GpuDevice(ABC):
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox
     ) -> Step:
         """A step that waits for the box's reply, takes the answers, and lowers the reply."""
+
+    @abstractmethod
+    def fork(self, fork: Fork) -> Step:
+        """A step that marks where the side stream may begin."""
+
+    @abstractmethod
+    def aside(self, fork: Fork, step: Step) -> Step:
+        """The step on the side stream, behind the fork's mark and what went there before."""
+
+    @abstractmethod
+    def join(self, fork: Fork) -> Step:
+        """A step behind which the fork's work on the side stream has ended."""
 
     @abstractmethod
     def pin(self, memory: torch.Tensor) -> str:

@@ -26,7 +26,7 @@ from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
-from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
+from ktgraph.runtime.gpu.device import Fork, GpuDevice, KernelCall, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
@@ -37,6 +37,7 @@ from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.side_stream import Side, side_steps
 from ktgraph.runtime.steps import StepArrays
 
 log = logging.getLogger("ktgraph")
@@ -185,6 +186,7 @@ class _BoundPhase:
             if part.kind == "native":
                 self._plans[place] = self._native_plan(part.items)
         self._logits = self._logits_ref()
+        self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
         self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -259,9 +261,25 @@ class _BoundPhase:
             return []
         is_first = part is self.parts.order[0]
         steps = [self.executor.inputs.upload, *self._stream.begin()] if is_first else []
+        forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
+        begins = {s.after: f for s, f in forks.items()}
+        asides = {s.step: f for s, f in forks.items()}
+        ends = {s.before: f for s, f in forks.items()}
         for item in part.items:
-            steps += [self._step(item, sizes, batch), *self._stream.after(item)]
+            if item.step in ends:
+                steps.append(self.device.join(ends.pop(item.step)))
+            made = self._step(item, sizes, batch)
+            if item.step in asides:
+                made = self.device.aside(asides[item.step], made)
+            steps += [made, *self._stream.after(item)]
+            if item.step in begins:
+                steps.append(self.device.fork(begins.pop(item.step)))
         return steps
+
+    def _is_whole(self, side: Side, part: Part) -> bool:
+        """Whether fork, work and join are all in the part."""
+        places = {i.step for i in part.items}
+        return {side.after, side.step, side.before} <= places
 
     def _start(self, made: _Made, part: Part) -> None:
         """Run a part's steps; from the second call of a decode size on, as one graph."""

@@ -18,7 +18,7 @@ import torch
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.executor import ExecutionError
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Mailbox, Step
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 
@@ -102,6 +102,17 @@ class SimulatedDevice(GpuDevice):
 
         return step
 
+    def fork(self, fork: Fork) -> Step:
+        return _nothing
+
+    def aside(self, fork: Fork, step: Step) -> Step:
+        """Delayed to the join: the main stream's ops in between come first, as they may."""
+        fork.begin = step
+        return _nothing
+
+    def join(self, fork: Fork) -> Step:
+        return lambda: fork.begin()
+
     def pin(self, memory: torch.Tensor) -> str:
         return ""
 
@@ -148,6 +159,10 @@ class SimulatedDevice(GpuDevice):
                 time.sleep(0)
                 return False
         return True
+
+
+def _nothing() -> None:
+    """A mark that the simulation does not need."""
 
 
 def _operand(given: Any) -> Any:
