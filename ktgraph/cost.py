@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
-from ktgraph.ops.registry import CostDims, OpDef, op_def
+from ktgraph.ops.registry import CostDims, OpDef, Reach, op_def
 from ktgraph.target import Device, Target
 from ktgraph.weights.encodings import nbytes as encoded_nbytes
 
@@ -93,8 +93,14 @@ class OpCost:
         """
         at = target.device(device or self.device)
         dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
-        moved = (self.read + self.written) / at.bandwidth_at()
-        return max(self.flops / at.peak_for(dtype), moved) + self._launch(at)
+        memory, compute = self._reach(at)
+        moved = (self.read + self.written) / (at.bandwidth_at() * memory)
+        return max(self.flops / (at.peak_for(dtype) * compute), moved) + self._launch(at)
+
+    def _reach(self, at: Device) -> Reach:
+        """Shares of the device's bandwidth and peak that this op's kernels reach there."""
+        kind = "cpu" if at.kind == "cpu" else "cuda"
+        return op_def(self.op.name).reach.get(kind, (1.0, 1.0))
 
     def _launch(self, at: Device) -> float:
         """Seconds to start it: one region of the CPU's engine, or every kernel on a GPU."""
@@ -104,8 +110,9 @@ class OpCost:
         """What limits it there: compute, memory or launch."""
         at = target.device(device or self.device)
         dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
-        compute = self.flops / at.peak_for(dtype)
-        moved = (self.read + self.written) / at.bandwidth_at()
+        memory_reach, compute_reach = self._reach(at)
+        compute = self.flops / (at.peak_for(dtype) * compute_reach)
+        moved = (self.read + self.written) / (at.bandwidth_at() * memory_reach)
         if self._launch(at) >= max(compute, moved):
             return "launch"
         return "compute" if compute >= moved else "memory"

@@ -39,7 +39,7 @@ def test_costs_by_hand() -> None:
     less = op_cost(module, experts, call, call.bindings(module), encodings={name: Encoding("int8")})
     assert less.read < found.read
     assert found.seconds(TARGET, "cpu") == pytest.approx(
-        (found.read + found.written) / 230e9 + 5e-6
+        (found.read + found.written) / (0.95 * 230e9) + 5e-6  # 0.95: what the kernel reaches
     )
 
 
@@ -104,7 +104,7 @@ def test_explanations(placed: tuple[Module, PassContext]) -> None:
     decode = text.split("\n\n")[1]
     assert "  runs on cpu\n" in decode
     assert "103.8 MFLOP, 99.85 MB: 1.04 FLOP per byte" in decode
-    assert "cpu: 439.1 µs, bound by memory (ridge 157 FLOP per byte), chosen" in decode
+    assert "cpu: 462 µs, bound by memory (ridge 157 FLOP per byte), chosen" in decode
     assert "cuda:0 is full" in decode
     assert "not cpu.grouped_mlp: " in decode
     assert "lies on cpu" in explain(module, "@layers[20].mlp.experts.down_proj.cpu", TARGET)

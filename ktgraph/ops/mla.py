@@ -22,6 +22,7 @@ from ktgraph.runtime.state import State
     flops=lambda d: 2.0 * d.attend * d.H * (2 * d.R + d.P),
     reads=lambda d: d.nbytes(0) + d.nbytes(1) + 4.0 * d.S * (d.R + d.P),
     launches=2,
+    reach={"cuda": (0.5, 0.25)},
     cases=[case(T=1, S=63, H=4, R=16, P=8), case(T=7, S=130, H=3, R=64, P=32)],
 )
 def attend(
@@ -54,6 +55,7 @@ def attend(
         + 4.0 * d.S * d.H * (d.N + d.V)
     ),
     launches=4,
+    reach={"cuda": (0.6, 0.4)},
     cases=[
         case(T=1, S=63, H=4, N=16, P=8, V=12, R=24),
         case(T=7, S=130, H=3, N=32, P=16, V=32, R=64),

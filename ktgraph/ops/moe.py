@@ -41,6 +41,7 @@ def _mask_groups(
     ' topk_groups: int = 1, group_score: str = "max", mask: str = "zero")'
     " -> (i32[..., top_k], f32[..., top_k])",
     flops=lambda d: 2.0 * d.tokens * d.E * d.D,
+    launches=2,
     cases=[case(T=1, D=48, E=8, top_k=2), case(T=17, D=64, E=16, top_k=4)],
 )
 def route(
@@ -157,6 +158,7 @@ def experts(
         + d.touched(d.E, d.tokens * d.K) / d.E * (d.nbytes(3) + d.nbytes(4))
     ),
     launches=2,
+    reach={"cuda": (0.7, 0.5), "cpu": (0.95, 0.35)},
     cases=[
         case(T=1, D=48, E=5, K=2, F=33, W=66),
         case(T=17, D=64, E=8, K=3, F=40, W=80),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ktgraph.ir.graph import Attr, Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import StateType, TensorType, Type
 from ktgraph.ops.signature import Signature, SignatureError, parse_signature
 
+# Shares of memory bandwidth and of the arithmetic peak that the kernels of an op reach, measured.
+Reach = tuple[float, float]
 Reference = Callable[..., Any]
 CostRule = Callable[["CostDims"], float]
 InferRule = Callable[[Sequence[Type | None], Mapping[str, Attr]], list[Type]]
@@ -60,6 +62,7 @@ class OpDef:
     has_effect: bool
     cases: tuple[Mapping[str, int], ...]
     launches: int = 1  # kernels that a GPU starts for one call of few tokens
+    reach: Mapping[str, Reach] = field(default_factory=dict[str, Reach])  # by kind of device
 
     def result_types(self, types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
         full = self.signature.full_attrs(attrs)
@@ -94,6 +97,7 @@ def op(
     effect: bool = False,
     cases: Iterable[Mapping[str, int]] = (),
     launches: int = 1,
+    reach: Mapping[str, Reach] | None = None,
 ) -> Callable[[Reference], Reference]:
     """Declare an op; the decorated plain torch function is its meaning.
 
@@ -117,6 +121,7 @@ def op(
             effect,
             tuple(cases),
             launches,
+            dict(reach or {}),
         )
         return reference
 

@@ -19,7 +19,7 @@ from ktgraph.target import Target
 CPU = "cpu"
 # Seconds that an op on the CPU costs besides its own when no mailbox starts it: the GPU's graph
 # ends there, the host waits, and starts the next one (two launches and a wait: docs/placement.md).
-HOST_TURN = 40e-6
+HOST_TURN = 100e-6
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
 
