@@ -28,13 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ktgraph.ops.nn import activation
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
+from ktgraph.triton_kernels.silu_mul import gated_mul
 from ktgraph.triton_kernels.tile_words import (
     gate_and_up,
     group_scale,
@@ -126,14 +126,13 @@ def swiglu_packed(
 ) -> None:
     (y,) = out
     tokens = x.shape[0]
+    hidden = x.new_empty(tokens, w13.rows // 2)
     most = 1 if x.dtype == torch.float32 else MOST_DIRECT  # see ROWS_F32
     if tokens > most or not w13.gate_up:
         both = x.new_empty(tokens, w13.rows)
         linear_packed(x, w13, out=(both,))
-        gate, up = both.chunk(2, dim=-1)
-        hidden = activation(act, gate) * up
+        gated_mul(both, hidden, act=act)
     else:
-        hidden = x.new_empty(tokens, w13.rows // 2)
         product_of_tiles(x, w13, None, hidden, act=act, config=config)
     linear_packed(hidden, w2, out=(y,), config=config)
 
