@@ -51,25 +51,31 @@ MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 @dataclass(frozen=True)
 class TileConfig:
-    """tiles: tiles of a program.
+    """tiles: tiles of a program (even where gate meets up).
 
     kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
     each warp alone, 16 at least (a group of 128 columns).
+    ahead: of `_row`, with one stage: see `tiles_times_rows`.
     """
 
     tiles: int
     kb: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 ROW = TileConfig(2, 64, 8, 3)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
-ROW_SWEEP = tuple(
-    TileConfig(tiles, kb * warps, warps, stages)
-    for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
+ROW_SWEEP = (
+    ROW,
+    TileConfig(2, 128, 8, 1),
+    *(
+        TileConfig(tiles, kb * warps, warps, 1, ahead=True)
+        for tiles, kb, warps in product((1, 2), (8, 16), (2, 4, 8))
+    ),
 )
 ROWS_SWEEP = tuple(
     TileConfig(tiles, kb, warps, stages)
@@ -166,7 +172,9 @@ def product_of_tiles(
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     kernel = _row if tokens == 1 else _rows
-    extra = {} if tokens == 1 else {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
+    extra: dict[str, int] = {"AHEAD": tile.ahead}
+    if tokens > 1:
+        extra = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
     kernel[(triton.cdiv(w.tiles, tile.tiles),)](
         x,
         w.data,
@@ -221,6 +229,7 @@ def _row(
     TILES: tl.constexpr,
     KB: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     shown = tile[:, None, None]
@@ -241,6 +250,7 @@ def _row(
         TILES,
         KB,
         STAGES,
+        AHEAD,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
     token = tl.arange(0, 1)
@@ -430,6 +440,8 @@ def _case(
     }
     if block_t > 1:
         constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
+    else:
+        constants["AHEAD"] = config.ahead
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     return CompileCase(

@@ -106,7 +106,11 @@ def added(n: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def loaded(words_at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
     """uint32 words; those of int8 with flipped sign bits, so that they are q + 128."""
-    words = tl.load(words_at) if EVEN else tl.load(words_at, mask=mask, other=0)
+    return flipped(_load(words_at, mask, EVEN), FORMAT)
+
+
+@triton.jit
+def flipped(words, FORMAT: tl.constexpr):
     words = words.to(tl.uint32, bitcast=True)
     if FORMAT == "int8":
         words = words ^ 0x80808080
@@ -114,20 +118,35 @@ def loaded(words_at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def group_scale(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """(scale, offset 7 instead of 8?) of int4 and int4p groups as f32; `at` numbers the scales.
-
-    int4: the bf16 scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7.
-    """
-    if FORMAT == "int4":
-        pointer = scales.to(tl.pointer_type(tl.uint16)) + at
-        bits = tl.load(pointer) if EVEN else tl.load(pointer, mask=mask, other=0)
-        scale = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        return scale, 0.0
+def _load(at, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
     else:
-        pointer = scales + at
-        code = tl.load(pointer) if EVEN else tl.load(pointer, mask=mask, other=0)
-        code = code.to(tl.uint32)
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def group_scale(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
+    """(scale, offset 7 instead of 8?) of int4 and int4p groups as f32; `at` numbers the scales."""
+    return factors(_codes(scales, at, mask, FORMAT, EVEN), FORMAT)
+
+
+@triton.jit
+def _codes(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
+    """What is stored of groups: 16 bits of int4, 8 of int4p."""
+    if FORMAT == "int4":
+        return _load(scales.to(tl.pointer_type(tl.uint16)) + at, mask, EVEN)
+    else:
+        return _load(scales + at, mask, EVEN)
+
+
+@triton.jit
+def factors(codes, FORMAT: tl.constexpr):
+    """int4: the bf16 scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
+    code = codes.to(tl.uint32)
+    if FORMAT == "int4":
+        return (code << 16).to(tl.float32, bitcast=True), 0.0
+    else:
         factor = (((code & 15) << 19) | 0x41800000).to(tl.float32, bitcast=True) - 16.0
         less = (((code & 128) << 15) | 0x3F800000).to(tl.float32, bitcast=True)  # 1.5 or 1.0
         return factor, 2.0 * less - 2.0
@@ -206,6 +225,42 @@ def _bf16_pairs(words, n: tl.constexpr, scale, offset):
 
 
 @triton.jit
+def _step(
+    words_at,
+    scales,
+    tile,
+    row,
+    kb,
+    valid,
+    blocks,
+    groups,
+    FORMAT: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """(words, codes of their groups) of blocks kb, as they are stored; int8 has no codes."""
+    inside = valid & (kb < blocks)
+    words = _load(words_at + kb * 16 + row, inside, EVEN)
+    if FORMAT == "int8":
+        return words, words
+    else:
+        at = (tile * groups + kb // SPAN) * 16 + row
+        # 4 rows a thread, as for words: else Triton gives a thread as many as fill 16 bytes
+        at = tl.max_contiguous(at, [1, 1, 4])
+        return words, _codes(scales, at, inside, FORMAT, EVEN)
+
+
+@triton.jit
+def _loads_stay_before():
+    """Loads above this line are issued above it: left alone, ptxas moves a load to its first use,
+    across all the products that should have hidden it, to save registers."""
+    if not _PLAIN:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1
+        )
+
+
+@triton.jit
 def tiles_times_rows(
     x,  # pointer, or pointers [P, 1, 1], to the row of x that meets each tile
     data,  # uint8 pointer to the stack
@@ -223,23 +278,43 @@ def tiles_times_rows(
     TILES: tl.constexpr,
     KB: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """[P, 16] f32: P tiles, each times a row of x; P = TILES.
 
     KB blocks of every tile a step.  Partial sums stay with the thread that owns the words (4 rows
     of a block: one 16-byte load) and meet once, at the end.  A step has fewer columns of x than
     threads, so that Triton loads x where it is used instead of sending it through shared memory.
+
+    AHEAD: a step's words are loaded into registers while the one before is multiplied.  Without
+    it, and with one stage, all warps wait for memory together and then compute together.
     """
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    SPAN: tl.constexpr = 1 if FORMAT == "int8" else GROUP // STEP
+    WHOLE: tl.constexpr = EVEN and not AHEAD  # the step after the last one is masked
     # What was added and taken off costs up to 6 bits of a sum: too many of a float32 result.
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     row = tl.arange(0, 16)[None, None, :]
+    block = tl.arange(0, KB)[None, :, None]
     acc = tl.zeros([TILES, KB, 16], dtype=tl.float32)
     words_at = (data + matrix + tile.to(tl.int64) * blocks * 64).to(tl.pointer_type(tl.int32))
+    scales = data + matrix + scales_at
+    if AHEAD:
+        words, codes = _step(
+            words_at, scales, tile, row, block, valid, blocks, groups, FORMAT, SPAN, WHOLE
+        )
     for start in tl.range(0, blocks, KB, num_stages=STAGES):
-        kb = start + tl.arange(0, KB)[None, :, None]
-        inside = valid & (kb < blocks)
-        words = loaded(words_at + kb * 16 + row, inside, FORMAT, EVEN)
+        kb = start + block
+        if AHEAD:
+            words_next, codes_next = _step(
+                words_at, scales, tile, row, kb + KB, valid, blocks, groups, FORMAT, SPAN, WHOLE
+            )
+            _loads_stay_before()
+        else:
+            words, codes = _step(
+                words_at, scales, tile, row, kb, valid, blocks, groups, FORMAT, SPAN, WHOLE
+            )
+        bits = flipped(words, FORMAT)
         part = tl.zeros([TILES, KB, 16], dtype=tl.float32)
         over = tl.zeros([1, KB, 1], dtype=tl.float32)  # what `mantissa` adds, times x
         total = over  # sum of x: only int4p asks for it
@@ -251,7 +326,7 @@ def tiles_times_rows(
                 # One row of x: a mask by tile would send it through shared memory (see above).
                 has = (at < cols) & valid if x.type.is_block() else at < cols
                 value = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
-            number = mantissa(words, n, FORMAT)
+            number = mantissa(bits, n, FORMAT)
             if EXACT:
                 part += value * (number - added(n, FORMAT))
             else:
@@ -261,13 +336,12 @@ def tiles_times_rows(
         if FORMAT == "int8":
             acc += part - over
         else:
-            at = (tile * groups + kb // (GROUP // STEP)) * 16 + row
-            # 4 rows a thread, as for words: else Triton gives a thread as many as fill 16 bytes
-            at = tl.max_contiguous(at, [1, 1, 4])
-            scale, less = group_scale(data + matrix + scales_at, at, inside, FORMAT, EVEN)
+            scale, less = factors(codes, FORMAT)
             if FORMAT == "int4p":
                 part += less * total
             acc += scale * (part - over)
+        if AHEAD:
+            words, codes = words_next, codes_next
     valid = tl.reshape(valid, [TILES, 1])
     sums = tl.sum(acc, axis=1)
     if FORMAT != "int4":
