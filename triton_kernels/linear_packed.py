@@ -296,7 +296,7 @@ def _rows(
     for start in tl.range(0, blocks, SPLIT * KB, num_stages=STAGES):
         kb = start + split * KB + tl.arange(0, KB)[None, :, None]
         inside = (tile < tiles)[None, None, :] & (kb < blocks)
-        words = loaded(words_at + kb * 16 + row[None, None, :], inside, FORMAT, EVEN)
+        words = loaded(words_at + kb * 16 + row[None, None, :], inside, EVEN)
         if FORMAT == "int8":
             scale, less = 1.0, 0.0
         else:

@@ -4,18 +4,18 @@
 
 A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8), see
 docs/layouts.md.  No integer is converted, for that runs at a quarter of the rate or less: a shift
-and one AND-OR put the bits into the mantissa of a float,
+and one AND-XOR put the bits into the mantissa of a float,
 
     16 + n   odd nibbles, in bits 19-22          of 2^4
     256 + n  even nibbles, in bits 15-18         of 2^8, by the same shift as their neighbour
-    384 + q  bytes, their sign flipped first     of 2^8
+    384 + q  bytes, whose sign the XOR flips     of 2^8
 
 and what was added is taken off where it is cheapest.  The floats are exact.
 
 Budget on an H200 (4.3 TB/s; 132 multiprocessors x 128 lanes x 1.98 GHz; integer operations at half
 that rate): int4 with groups of 64 is 0.53 bytes, 8.1e12 weights a second, 4.1 instructions each, of
 which 2.06 may be integer ones; int8 twice that.  `tiles_times_rows` spends on an int4 weight
-0.5 shift, 1 AND-OR, 1 FMA; for 4 rows of TILES tiles together one load of x, its conversion and
+0.5 shift, 1 AND-XOR, 1 FMA; for 4 rows of TILES tiles together one load of x, its conversion and
 its share of the sum of x; for 8 columns a scale (load, shift, add, FMA): about 3.2, of which 1.8
 are integer.
 """
@@ -39,17 +39,26 @@ def column(n: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _and_or(bits, mask: tl.constexpr, ones: tl.constexpr):
-    """bits & mask | ones in one instruction.
+def _and_xor(bits, mask: tl.constexpr, ones: tl.constexpr):
+    """bits & mask ^ ones in one instruction.
 
     An instruction holds one constant.  The compiler, left alone, makes the other anew for every
-    AND-OR; as an operand of inline PTX it stays in a register.
+    AND-XOR; as an operand of inline PTX it stays in a register.
     """
     if _PLAIN:
-        return (bits & mask) | ones
+        return (bits & mask) ^ ones
+    elif ones == 0x43C00000:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x43C00000, 0x6A;",
+            "=r,r,r",
+            [bits, bits * 0 + mask],
+            tl.uint32,
+            True,
+            1,
+        )
     elif ones == 0x43800000:
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x43800000, 0xEA;",
+            "lop3.b32 $0, $1, $2, 0x43800000, 0x6A;",
             "=r,r,r",
             [bits, bits * 0 + mask],
             tl.uint32,
@@ -59,7 +68,7 @@ def _and_or(bits, mask: tl.constexpr, ones: tl.constexpr):
     else:
         tl.static_assert(ones == 0x41800000)
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, 0x41800000, 0xEA;",
+            "lop3.b32 $0, $1, $2, 0x41800000, 0x6A;",
             "=r,r,r",
             [bits, bits * 0 + mask],
             tl.uint32,
@@ -70,10 +79,7 @@ def _and_or(bits, mask: tl.constexpr, ones: tl.constexpr):
 
 @triton.jit
 def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
-    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
-
-    Words of int8 come with their sign bits flipped (`loaded`).
-    """
+    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble."""
     byte: tl.constexpr = n if FORMAT == "int8" else n // 2
     if byte == 0:
         bits = words << 15
@@ -84,11 +90,11 @@ def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     else:
         bits = words >> 9
     if FORMAT == "int8":
-        bits = _and_or(bits, 0x007F8000, 0x43800000)
+        bits = _and_xor(bits, 0x007F8000, 0x43C00000)  # 2^8, and the sign bit flipped
     elif n % 2 == 0:
-        bits = _and_or(bits, 0x00078000, 0x43800000)
+        bits = _and_xor(bits, 0x00078000, 0x43800000)
     else:
-        bits = _and_or(bits, 0x00780000, 0x41800000)
+        bits = _and_xor(bits, 0x00780000, 0x41800000)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -104,17 +110,8 @@ def added(n: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def loaded(words_at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """uint32 words; those of int8 with flipped sign bits, so that they are q + 128."""
-    return flipped(_load(words_at, mask, EVEN), FORMAT)
-
-
-@triton.jit
-def flipped(words, FORMAT: tl.constexpr):
-    words = words.to(tl.uint32, bitcast=True)
-    if FORMAT == "int8":
-        words = words ^ 0x80808080
-    return words
+def loaded(words_at, mask, EVEN: tl.constexpr):
+    return _load(words_at, mask, EVEN).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -237,16 +234,21 @@ def _step(
     FORMAT: tl.constexpr,
     SPAN: tl.constexpr,
     EVEN: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """(words, codes of their groups) of blocks kb, as they are stored; int8 has no codes."""
+    # Hints to Triton's choice of who loads what.  The rows of a thread: 16 bytes of words, not of
+    # codes; 8 of a single tile.  Then blocks over the threads and tiles within a thread, which
+    # then loads x once for all its rows: axes are taken in the order of how contiguous they are,
+    # and left alone Triton 3.6 takes tiles before blocks.
+    ROWS: tl.constexpr = 8 if TILES == 1 else 4
     inside = valid & (kb < blocks)
-    words = _load(words_at + kb * 16 + row, inside, EVEN)
+    at = tl.max_contiguous(kb * 16 + row, [1, 2, ROWS])
+    words = loaded(words_at + at, inside, EVEN)
     if FORMAT == "int8":
         return words, words
     else:
-        at = (tile * groups + kb // SPAN) * 16 + row
-        # 4 rows a thread, as for words: else Triton gives a thread as many as fill 16 bytes
-        at = tl.max_contiguous(at, [1, 1, 4])
+        at = tl.max_contiguous((tile * groups + kb // SPAN) * 16 + row, [1, 2, ROWS])
         return words, _codes(scales, at, inside, FORMAT, EVEN)
 
 
@@ -301,21 +303,32 @@ def tiles_times_rows(
     scales = data + matrix + scales_at
     if AHEAD:
         words, codes = _step(
-            words_at, scales, tile, row, block, valid, blocks, groups, FORMAT, SPAN, WHOLE
+            words_at, scales, tile, row, block, valid, blocks, groups, FORMAT, SPAN, WHOLE, TILES
         )
     for start in tl.range(0, blocks, KB, num_stages=STAGES):
         kb = start + block
         if AHEAD:
             words_next, codes_next = _step(
-                words_at, scales, tile, row, kb + KB, valid, blocks, groups, FORMAT, SPAN, WHOLE
+                words_at,
+                scales,
+                tile,
+                row,
+                kb + KB,
+                valid,
+                blocks,
+                groups,
+                FORMAT,
+                SPAN,
+                WHOLE,
+                TILES,
             )
             _loads_stay_before()
         else:
             words, codes = _step(
-                words_at, scales, tile, row, kb, valid, blocks, groups, FORMAT, SPAN, WHOLE
+                words_at, scales, tile, row, kb, valid, blocks, groups, FORMAT, SPAN, WHOLE, TILES
             )
-        bits = flipped(words, FORMAT)
-        part = tl.zeros([TILES, KB, 16], dtype=tl.float32)
+        # int8 has one scale a row: the sum of all steps goes on
+        part = acc if FORMAT == "int8" else tl.zeros([TILES, KB, 16], dtype=tl.float32)
         over = tl.zeros([1, KB, 1], dtype=tl.float32)  # what `mantissa` adds, times x
         total = over  # sum of x: only int4p asks for it
         for n in tl.static_range(STEP):
@@ -326,7 +339,7 @@ def tiles_times_rows(
                 # One row of x: a mask by tile would send it through shared memory (see above).
                 has = (at < cols) & valid if x.type.is_block() else at < cols
                 value = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
-            number = mantissa(bits, n, FORMAT)
+            number = mantissa(words, n, FORMAT)
             if EXACT:
                 part += value * (number - added(n, FORMAT))
             else:
@@ -334,7 +347,7 @@ def tiles_times_rows(
                 over += value * added(n, FORMAT)
             total += value
         if FORMAT == "int8":
-            acc += part - over
+            acc = part - over
         else:
             scale, less = factors(codes, FORMAT)
             if FORMAT == "int4p":
