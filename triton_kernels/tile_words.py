@@ -15,9 +15,10 @@ and what was added is taken off where it is cheapest.  The floats are exact.
 Budget on an H200 (4.3 TB/s; 132 multiprocessors x 128 lanes x 1.98 GHz; integer operations at half
 that rate): int4 with groups of 64 is 0.53 bytes, 8.1e12 weights a second, 4.1 instructions each, of
 which 2.06 may be integer ones; int8 twice that.  `tiles_times_rows` spends on an int4 weight
-0.5 shift, 1 AND-XOR, 1 FMA; for 4 rows of TILES tiles together one load of x, its conversion and
+0.5 shift, 1 AND-XOR, 1 FMA; for all rows of a thread together one load of x, its conversion and
 its share of the sum of x; for 8 columns a scale (load, shift, add, FMA): about 3.2, of which 1.8
-are integer.
+are integer.  The machine code has 3.7 to 4.2 with addresses and masks (int8: 3.9 to 4.7): issue
+binds about as much as memory, so words must be in flight all the time.
 """
 
 import triton
