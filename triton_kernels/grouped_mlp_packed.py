@@ -44,7 +44,8 @@ SCRATCH_BYTES = 1 << 30  # of unpacked experts
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """gate_up_*: TILES (even), 64-byte blocks of a step (16 * warps at most), warps, stages.
+    """gate_up_*: TILES (even), 64-byte blocks of a step (16 * warps at most), warps, stages, and
+    whether a step is loaded ahead (with one stage; see `tiles_times_rows`).
 
     down_*: the same of launch 2, whose tiles are the K choices and whose step follows from them.
     """
@@ -53,8 +54,10 @@ class DecodeConfig:
     gate_up_kb: int = 64
     gate_up_warps: int = 4
     gate_up_stages: int = 1
+    gate_up_ahead: bool = False
     down_warps: int = 8
     down_stages: int = 1
+    down_ahead: bool = False
 
     def down_kb(self, choices: int) -> int:
         """As many blocks as keep a step of h smaller than the program's threads."""
@@ -63,13 +66,16 @@ class DecodeConfig:
 
 DECODE = DecodeConfig()
 DECODE_F32 = DecodeConfig(down_warps=8)
-GATE_UP_SWEEP = tuple(
-    DecodeConfig(tiles, kb * warps, warps, stages)
-    for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
+GATE_UP_SWEEP = (
+    DECODE,
+    *(
+        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=True)
+        for (tiles, kb), warps in product(((2, 8), (2, 16), (4, 8)), (2, 4, 8))
+    ),
 )
 DOWN_SWEEP = tuple(
-    DecodeConfig(down_warps=warps, down_stages=stages)
-    for warps, stages in product((4, 8, 16), (1, 2, 3, 4))
+    DecodeConfig(down_warps=warps, down_ahead=ahead)
+    for warps, ahead in product((4, 8, 16), (False, True))
 )
 
 
@@ -153,6 +159,7 @@ def decode_gate_up(
         TILES=tiles,
         KB=kb,
         STAGES=config.gate_up_stages,
+        AHEAD=config.gate_up_ahead,
         num_warps=config.gate_up_warps,
     )
     return hidden
@@ -192,6 +199,7 @@ def decode_down(
         HAS_BIAS=b2 is not None,
         KB=config.down_kb(choices),
         STAGES=config.down_stages,
+        AHEAD=config.down_ahead,
         num_warps=config.down_warps,
     )
 
@@ -285,6 +293,7 @@ def _gate_up(
     TILES: tl.constexpr,
     KB: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -308,6 +317,7 @@ def _gate_up(
         TILES,
         KB,
         STAGES,
+        AHEAD,
     )
     gate, up = gate_and_up(tl.reshape(acc, [1, TILES * 16]), TILES)
     at = (tl.program_id(1) * TILES * 8 + tl.arange(0, TILES * 8))[None, :]
@@ -343,6 +353,7 @@ def _down(
     HAS_BIAS: tl.constexpr,
     KB: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     token, tile = tl.program_id(0), tl.program_id(1)
     choice = tl.arange(0, CHOICES)[:, None, None]
@@ -367,6 +378,7 @@ def _down(
         CHOICES,
         KB,
         STAGES,
+        AHEAD,
     )
     row = tile * 16 + tl.arange(0, 16)
     valid = tl.reshape(valid, [CHOICES, 1])
@@ -404,6 +416,7 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
         "HAS_BIAS": bias,
         "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
+        "AHEAD": config.down_ahead if is_down else config.gate_up_ahead,
     }
     if is_down:
         constants["CHOICES"] = choices

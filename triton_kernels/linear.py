@@ -1,18 +1,17 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """nn.linear with dense weights: out[T, N] = x[T, K] @ w[N, K].T + b, sums in float32.
 
-Three forms by the number of tokens:
+T = 1 (T = 2 for matrices of up to 16 MB): multiply-add.  A program owns ROWS rows of w for all
+tokens and walks K by COLS; every loaded weight is used T times from registers.  The tile of partial
+sums is reduced once at the end, so a row's result is the same for both T.
+Floor: 2*N*K bytes (bf16) at memory bandwidth.
 
-T = 1, 2     multiply-add: a program owns ROWS rows of w for all tokens and walks K by COLS; every
-             loaded weight is used T times from registers.  The tile of partial sums is reduced once
-             at the end, so a row's result is the same for both T.
-T = 3..32    tl.dot with the tokens padded to a tile of 16 or 32; a program owns ROWS rows of w and
-             walks K in a software pipeline.  No split of K: N / ROWS programs with several stages
-             each keep as many bytes in flight as the GPU needs, and one launch is cheaper than
-             the second one that a fixed-order sum of splits takes.
-T > 32       torch (cuBLAS), after a cast of w where its dtype differs.
+More: torch (cuBLAS), after a cast of w where its dtype differs.
 
-Floor for few tokens: 2*N*K bytes (bf16) at memory bandwidth.
+Why no more of it is written here: on an H200 multiply-add takes 0.5 to 0.9 of cuBLAS's time for one
+token and 0.5 to 1.0 for two up to 16 MB, but 1.1 to 1.3 for two above.  A pipelined tl.dot form for
+3 to 32 tokens took 1.0 to 1.7 of cuBLAS's time on all matrices but those of a vocabulary, where it
+won 4 %.
 """
 
 from __future__ import annotations
@@ -24,43 +23,28 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
-from ktgraph.triton_kernels.dense import dense_weights, in_kind, unaligned
-from ktgraph.triton_kernels.dots import dot
+from ktgraph.triton_kernels.dense import dense_weights, in_kind
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded
 
-MULTIPLY_ADD_TOKENS, FEW_TOKENS = 2, 32
+_TWO_TOKENS_BYTES = 16 << 20  # of w, up to which two tokens are multiplied and added
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Rows of w of a program, columns of a step.
-
-    stages: of the pipeline (tl.dot); unroll: steps whose loads may be in flight together
-    (multiply-add).
-    """
+    """Rows of w of a program, columns of a step, steps whose loads may be in flight together."""
 
     rows: int
     cols: int
     warps: int
-    stages: int = 1
     unroll: int = 1
 
 
-# A step of the multiply-add form holds rows * cols * 2 bytes in registers, those of several
-# programs per multiprocessor being in flight together.
-_MULTIPLY_ADD = {
-    "small": LinearConfig(2, 1024, 4, unroll=2),  # 2048 rows still make 1000 programs
-    "large": LinearConfig(8, 512, 4),
-    "float32": LinearConfig(4, 512, 4),
-}
-# Shared memory of the tl.dot form: (tokens + rows) * cols * 2 bytes a stage, at most 99 KB.
-_DOT = {
-    "small": LinearConfig(16, 256, 4, 5),
-    "large": LinearConfig(64, 128, 4, 4),
-    "float32": LinearConfig(16, 64, 4, 3),
-    "unaligned": LinearConfig(16, 64, 4, 1),
-}
+# A step holds rows * cols * 2 bytes in registers, those of several programs per multiprocessor
+# being in flight together.
+_HALF_FEW_ROWS = LinearConfig(2, 1024, 4, unroll=2)  # 2048 rows still make 1000 programs
+_HALF = LinearConfig(8, 512, 4)
+_FLOAT32 = LinearConfig(4, 512, 4)
 
 
 @cuda_kernel("nn.linear", name="triton.linear", nmse=1e-5, supports=dense_weights(1, 2))
@@ -72,16 +56,20 @@ def linear(
     out: tuple[torch.Tensor],
     config: LinearConfig | None = None,
 ) -> None:
-    """`config` overrides the table's choice for up to 32 tokens (for benchmarks)."""
+    """`config` overrides the choice of `linear_config` (for benchmarks)."""
     assert x.stride(-1) == w.stride(-1) == out[0].stride(-1) == 1
     assert b is None or b.is_contiguous()
-    tokens = x.shape[0]
-    if tokens == 0:
+    if x.shape[0] == 0:
         return
-    if tokens > FEW_TOKENS:
-        _many(x, w, b, out[0])
+    if multiplies_and_adds(x.shape[0], w, _TWO_TOKENS_BYTES):
+        _few(x, w, b, out[0], config or linear_config(x, w))
     else:
-        _few(x, w, b, out[0], config)
+        _many(x, w, b, out[0])
+
+
+def multiplies_and_adds(tokens: int, w: torch.Tensor, most_bytes: int) -> bool:
+    """Whether so few tokens are faster without cuBLAS: one, or two up to `most_bytes` of w."""
+    return tokens == 1 or (tokens == 2 and w.numel() * w.element_size() <= most_bytes)
 
 
 def _many(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -93,23 +81,13 @@ def _many(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.T
 
 
 def _few(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    b: torch.Tensor | None,
-    out: torch.Tensor,
-    config: LinearConfig | None,
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor, c: LinearConfig
 ) -> None:
-    tokens = x.shape[0]
-    kernel = _multiply_add if tokens <= MULTIPLY_ADD_TOKENS else _dot
-    c = config or linear_config(x, w)
-    padded = tokens if kernel is _multiply_add else max(16, triton.next_power_of_2(tokens))
-    extra = {"UNROLL": c.unroll} if kernel is _multiply_add else {}
-    kernel[(triton.cdiv(w.shape[0], c.rows),)](
+    _multiply_add[(triton.cdiv(w.shape[0], c.rows),)](
         x,
         w,
         b,
         out,
-        tokens,
         w.shape[0],
         w.shape[1],
         x.stride(0),
@@ -117,26 +95,19 @@ def _few(
         out.stride(0),
         HAS_BIAS=b is not None,
         EVEN_K=w.shape[1] % c.cols == 0,
-        TOKENS=padded,
+        TOKENS=x.shape[0],
         ROWS=c.rows,
         COLS=c.cols,
-        **extra,
+        UNROLL=c.unroll,
         num_warps=c.warps,
-        num_stages=c.stages,
     )
 
 
 def linear_config(x: torch.Tensor, w: torch.Tensor) -> LinearConfig:
-    """The configuration for up to 32 tokens: matrices of few rows need fewer rows a program."""
-    if x.shape[0] <= MULTIPLY_ADD_TOKENS:
-        if x.dtype == torch.float32:
-            return _MULTIPLY_ADD["float32"]
-        return _MULTIPLY_ADD["large" if w.shape[0] >= 8192 else "small"]
+    """Matrices of few rows need fewer rows a program."""
     if x.dtype == torch.float32:
-        return _DOT["float32"]
-    if unaligned(x, w):
-        return _DOT["unaligned"]
-    return _DOT["large" if w.shape[0] >= 64 * 264 else "small"]
+        return _FLOAT32
+    return _HALF if w.shape[0] >= 8192 else _HALF_FEW_ROWS
 
 
 @triton.jit
@@ -145,7 +116,6 @@ def _multiply_add(
     w,
     b,
     out,
-    tokens,
     width,
     depth,
     stride_x,
@@ -191,84 +161,33 @@ def _store_row(out, y, b, row, width, HAS_BIAS: tl.constexpr):
     tl.store(out + row, rounded(y, out.dtype.element_ty), mask=row < width)
 
 
-@triton.jit
-def _dot(
-    x,
-    w,
-    b,
-    out,
-    tokens,
-    width,
-    depth,
-    stride_x,
-    stride_w,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = tl.minimum(row, width - 1).to(tl.int64)
-    token = tl.arange(0, TOKENS)
-    read = tl.minimum(token, tokens - 1)  # tokens past the edge repeat the last one
-    column = tl.arange(0, COLS)
-    x_at = x + read.to(tl.int64)[:, None] * stride_x + column[None, :]
-    w_at = w + inside[None, :] * stride_w + column[:, None]
-    acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-    for done in range(0, depth, COLS):
-        if EVEN_K:
-            value = tl.load(x_at + done)
-            weight = tl.load(w_at + done)
-        else:
-            value = tl.load(x_at + done, mask=(column < depth - done)[None, :], other=0.0)
-            weight = tl.load(w_at + done, mask=(column < depth - done)[:, None], other=0.0)
-        acc = dot(value, in_kind(weight, value.dtype), acc)
-    if HAS_BIAS:
-        acc += tl.load(b + row, mask=row < width, other=0.0).to(tl.float32)[None, :]
-    at = out + token.to(tl.int64)[:, None] * stride_out + row[None, :]
-    mask = (token < tokens)[:, None] & (row < width)[None, :]
-    tl.store(at, rounded(acc, out.dtype.element_ty), mask=mask)
+def _case(name: str, kind: str, c: LinearConfig, tokens: int, even: bool) -> CompileCase:
+    """Whole steps without a bias, or neither."""
+    types = {n: f"*{kind}:16" for n in ("x", "w", "out")} | ({} if even else {"b": f"*{kind}:16"})
+    types |= {n: "i32:16" for n in ("width", "depth", "stride_x", "stride_w", "stride_out")}
+    constants = {"HAS_BIAS": not even, "EVEN_K": even, "TOKENS": tokens} | {
+        "ROWS": c.rows,
+        "COLS": c.cols,
+        "UNROLL": c.unroll,
+    }
+    return CompileCase(
+        _multiply_add,
+        f"linear {name} T={tokens}{' even' if even else ''}",
+        types,
+        constants | ({"b": None} if even else {}),
+        c.warps,
+    )
 
 
-def _cases() -> list[CompileCase]:
-    made: list[CompileCase] = []
-    for kernel, table, token_tiles in (
-        (_multiply_add, _MULTIPLY_ADD, (1, 2)),
-        (_dot, _DOT, (16, 32)),
-    ):
-        for name, c in table.items():
-            kind = "fp32" if name == "float32" else "bf16"
-            size = "i32" if name == "unaligned" else "i32:16"
-            types = {n: f"*{kind}:16" for n in ("x", "w", "b", "out")} | {"tokens": "i32"}
-            types |= {n: size for n in ("width", "depth", "stride_x", "stride_w", "stride_out")}
-            for tokens in token_tiles:
-                for even in (True, False) if name != "unaligned" else (False,):
-                    constants = {
-                        "HAS_BIAS": not even,
-                        "EVEN_K": even,
-                        "TOKENS": tokens,
-                        "ROWS": c.rows,
-                        "COLS": c.cols,
-                    }
-                    absent = {"b": None} if even else {}
-                    if kernel is _multiply_add:
-                        constants["UNROLL"] = c.unroll
-                    made.append(
-                        CompileCase(
-                            kernel,
-                            f"linear.{kernel.fn.__name__[1:]} {name} T={tokens}"
-                            f"{' even' if even else ''}",
-                            {n: t for n, t in types.items() if n not in absent},
-                            {**constants, **absent},
-                            c.warps,
-                            c.stages,
-                        )
-                    )
-    return made
+COMPILE_CASES = [
+    _case(name, kind, c, tokens, even)
+    for name, kind, c in (
+        ("few rows", "bf16", _HALF_FEW_ROWS),
+        ("many rows", "bf16", _HALF),
+        ("float32", "fp32", _FLOAT32),
+    )
+    for tokens in (1, 2)
+    for even in (True, False)
+]
 
-
-COMPILE_CASES = _cases()
-
-__all__ = ["FEW_TOKENS", "LinearConfig", "linear", "linear_config"]
+__all__ = ["LinearConfig", "linear", "linear_config", "multiplies_and_adds"]

@@ -28,13 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ktgraph.ops.nn import activation
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
+from ktgraph.triton_kernels.silu_mul import gated_mul
 from ktgraph.triton_kernels.tile_words import (
     gate_and_up,
     group_scale,
@@ -51,25 +51,31 @@ MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 @dataclass(frozen=True)
 class TileConfig:
-    """tiles: tiles of a program.
+    """tiles: tiles of a program (even where gate meets up).
 
     kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
     each warp alone, 16 at least (a group of 128 columns).
+    ahead: of `_row`, with one stage: see `tiles_times_rows`.
     """
 
     tiles: int
     kb: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 ROW = TileConfig(2, 64, 8, 3)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
-ROW_SWEEP = tuple(
-    TileConfig(tiles, kb * warps, warps, stages)
-    for tiles, kb, warps, stages in product((2, 4), (8, 16), (2, 4, 8), (1, 3))
+ROW_SWEEP = (
+    ROW,
+    TileConfig(2, 128, 8, 1),
+    *(
+        TileConfig(tiles, kb * warps, warps, 1, ahead=True)
+        for tiles, kb, warps in product((1, 2), (8, 16), (2, 4, 8))
+    ),
 )
 ROWS_SWEEP = tuple(
     TileConfig(tiles, kb, warps, stages)
@@ -126,14 +132,13 @@ def swiglu_packed(
 ) -> None:
     (y,) = out
     tokens = x.shape[0]
+    hidden = x.new_empty(tokens, w13.rows // 2)
     most = 1 if x.dtype == torch.float32 else MOST_DIRECT  # see ROWS_F32
     if tokens > most or not w13.gate_up:
         both = x.new_empty(tokens, w13.rows)
         linear_packed(x, w13, out=(both,))
-        gate, up = both.chunk(2, dim=-1)
-        hidden = activation(act, gate) * up
+        gated_mul(both, hidden, act=act)
     else:
-        hidden = x.new_empty(tokens, w13.rows // 2)
         product_of_tiles(x, w13, None, hidden, act=act, config=config)
     linear_packed(hidden, w2, out=(y,), config=config)
 
@@ -167,7 +172,9 @@ def product_of_tiles(
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     kernel = _row if tokens == 1 else _rows
-    extra = {} if tokens == 1 else {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
+    extra: dict[str, int] = {"AHEAD": tile.ahead}
+    if tokens > 1:
+        extra = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
     kernel[(triton.cdiv(w.tiles, tile.tiles),)](
         x,
         w.data,
@@ -222,6 +229,7 @@ def _row(
     TILES: tl.constexpr,
     KB: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     shown = tile[:, None, None]
@@ -242,6 +250,7 @@ def _row(
         TILES,
         KB,
         STAGES,
+        AHEAD,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
     token = tl.arange(0, 1)
@@ -287,7 +296,7 @@ def _rows(
     for start in tl.range(0, blocks, SPLIT * KB, num_stages=STAGES):
         kb = start + split * KB + tl.arange(0, KB)[None, :, None]
         inside = (tile < tiles)[None, None, :] & (kb < blocks)
-        words = loaded(words_at + kb * 16 + row[None, None, :], inside, FORMAT, EVEN)
+        words = loaded(words_at + kb * 16 + row[None, None, :], inside, EVEN)
         if FORMAT == "int8":
             scale, less = 1.0, 0.0
         else:
@@ -431,6 +440,8 @@ def _case(
     }
     if block_t > 1:
         constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
+    else:
+        constants["AHEAD"] = config.ahead
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     return CompileCase(

@@ -98,7 +98,7 @@ def _unpack(
     matrix = data + (first + place) * stride
     inside = (kb < blocks)[None, :] & (row < 16)[:, None]
     at = (tile * blocks + kb)[None, :] * 16 + row[:, None]
-    words = loaded(matrix.to(tl.pointer_type(tl.int32)) + at, inside, FORMAT, False)
+    words = loaded(matrix.to(tl.pointer_type(tl.int32)) + at, inside, False)
     if FORMAT == "int8":
         scale, less = 1.0, 0.0
     else:

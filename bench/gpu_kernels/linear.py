@@ -1,6 +1,6 @@
 """nn.linear: matrices of DeepSeek-V2-Lite and Qwen3-30B, 1 to 512 tokens, bf16.
 
-`sweep()` lists configurations of the forms for few tokens.
+`sweep()` lists configurations of the form for one token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu_kernels import Case
-from ktgraph.triton_kernels.linear import FEW_TOKENS, MULTIPLY_ADD_TOKENS, LinearConfig, linear
+from ktgraph.triton_kernels.linear import LinearConfig, linear
 
 SHAPES = {  # rows of w, columns
     "V2-Lite kv_a": (576, 2048),
@@ -24,7 +24,7 @@ SHAPES = {  # rows of w, columns
     "Qwen3-30B o": (2048, 4096),
     "Qwen3-30B lm_head": (151936, 2048),
 }
-_TOKENS = (1, 2, 4, 16, 32, 512)
+_TOKENS = (1, 2, 4, 16, 512)
 _BEYOND_L2 = 200 << 20  # bytes of weights to rotate through
 _LARGE = 64 << 20  # from here on 70 % of bandwidth is asked for
 
@@ -76,7 +76,7 @@ def case(
         2.0 * tokens * width * depth,
         max(1, min(128, -(-_BEYOND_L2 // nbytes))),
         {"F.linear": lambda i: F.linear(*inputs(i)[:2])},
-        0.7 if nbytes >= _LARGE and tokens <= FEW_TOKENS else 0.0,
+        0.7 if nbytes >= _LARGE and tokens <= 16 else 0.0,
     )
 
 
@@ -85,25 +85,16 @@ def cases() -> list[Case]:
 
 
 def sweep() -> list[Case]:
-    """Configurations for one small and one large matrix; `_sweep` shows the fastest."""
-    found: list[Case] = []
-    for name in ("V2-Lite o", "V2-Lite kv_a", "V2-Lite lm_head"):
-        for tokens in (1, 16):
-            found += [case(name, *SHAPES[name], tokens, c) for c in (None, *configurations(tokens))]
-    return found
+    """Configurations for small and large matrices; `_sweep` shows the fastest."""
+    names = ("V2-Lite o", "V2-Lite kv_a", "V2-Lite lm_head")
+    return [case(name, *SHAPES[name], 1, c) for name in names for c in (None, *configurations())]
 
 
-def configurations(tokens: int) -> list[LinearConfig]:
-    if tokens <= MULTIPLY_ADD_TOKENS:
-        shapes = [(1, 2048), (2, 1024), (4, 512), (8, 512), (4, 1024), (8, 256), (16, 256)]
-        return [
-            LinearConfig(rows, cols, warps, unroll=unroll)
-            for (rows, cols), warps, unroll in product(shapes, (4, 8), (1, 2))
-        ]
-    shapes = [(16, 128), (16, 256), (32, 128), (32, 256), (64, 128)]
+def configurations() -> list[LinearConfig]:
+    shapes = [(1, 2048), (2, 1024), (4, 512), (8, 512), (4, 1024), (8, 256), (16, 256)]
     return [
-        LinearConfig(rows, cols, warps, stages)
-        for (rows, cols), warps, stages in product(shapes, (2, 4), (3, 5))
+        LinearConfig(rows, cols, warps, unroll)
+        for (rows, cols), warps, unroll in product(shapes, (4, 8), (1, 2))
     ]
 
 

@@ -79,4 +79,4 @@ def _case(
 
 
 def cases() -> list[Case]:
-    return [_case(*model, tokens) for model in _MODELS for tokens in (1, 16, 2048)]
+    return [_case(*model, tokens) for model in _MODELS for tokens in (1, 4, 8, 16, 2048)]

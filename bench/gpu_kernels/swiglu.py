@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu_kernels import Case
-from ktgraph.triton_kernels.linear import MULTIPLY_ADD_TOKENS, LinearConfig
+from ktgraph.triton_kernels.linear import LinearConfig
 from ktgraph.triton_kernels.swiglu import swiglu
 
 SHAPES = {"V2-Lite shared": (2048, 2816), "V2-Lite dense": (2048, 10944)}  # D, M
-_TOKENS = (1, 2, 4, 16, 32, 512, 8192)
+_TOKENS = (1, 2, 4, 16, 512, 8192)
 _BEYOND_L2 = 400 << 20
 
 
@@ -70,7 +70,7 @@ def case(
         6.0 * tokens * depth * width,
         sets,
         {"torch": lambda i: plain(*inputs(i)[:3])},
-        0.7 if nbytes >= 64 << 20 and tokens <= 32 else 0.0,
+        0.7 if nbytes >= 64 << 20 and tokens <= 16 else 0.0,
     )
 
 
@@ -80,21 +80,15 @@ def cases() -> list[Case]:
 
 def sweep() -> list[Case]:
     """Configurations of the first launch; `_sweep` shows the fastest."""
-    found: list[Case] = []
-    for tokens in (1, 16):
-        for name in SHAPES:
-            found += [
-                case(name, *SHAPES[name], tokens, c) for c in (None, *_configurations(tokens))
-            ]
-    return found
+    return [case(name, *SHAPES[name], 1, c) for name in SHAPES for c in (None, *_configurations())]
 
 
-def _configurations(tokens: int) -> list[LinearConfig]:
-    if tokens <= MULTIPLY_ADD_TOKENS:
-        tiles = [(1, 1024), (2, 512), (4, 512), (4, 256), (8, 256)]
-        return [LinearConfig(r, c, warps) for (r, c), warps in product(tiles, (4, 8))]
-    tiles = [(16, 64), (16, 128), (16, 256), (32, 128)]
-    return [LinearConfig(r, c, 4, stages) for (r, c), stages in product(tiles, (3, 4))]
+def _configurations() -> list[LinearConfig]:
+    tiles = [(1, 1024), (2, 512), (4, 512), (4, 256), (8, 256)]
+    return [
+        LinearConfig(rows, cols, warps, unroll)
+        for (rows, cols), warps, unroll in product(tiles, (4, 8), (1, 2))
+    ]
 
 
 __all__ = ["cases", "sweep"]

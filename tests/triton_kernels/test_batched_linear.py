@@ -11,7 +11,7 @@ from ktgraph.triton_kernels.registry import launcher
 
 BOUNDS = {torch.float32: 1e-10, torch.float16: 2e-7, torch.bfloat16: 1e-5}
 DTYPES = list(BOUNDS)
-assert file.FEW_TOKENS == 64
+assert file.FEW_TOKENS == 16
 
 
 def check(x: torch.Tensor, w: torch.Tensor, device: torch.device) -> None:
@@ -30,13 +30,13 @@ def check(x: torch.Tensor, w: torch.Tensor, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 7, 17, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17, 65])
 def test_parity(device: torch.device, tokens: int, dtype: torch.dtype) -> None:
     check(torch.randn(tokens, 3, 136).to(dtype), torch.randn(3, 40, 136).to(dtype), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 18, 66])
+@pytest.mark.parametrize("tokens", [1, 9, 18])
 def test_weight_as_a_transposed_view(device: torch.device, tokens: int, dtype: torch.dtype) -> None:
     """The absorbed query matrix: kv_b's rows are the inner axis."""
     kv_b = torch.randn(2, 32 + 24, 72).to(device, dtype)
@@ -44,7 +44,7 @@ def test_weight_as_a_transposed_view(device: torch.device, tokens: int, dtype: t
     check(torch.randn(tokens, 2, 72).to(dtype), kv_b[:, 32:], device)
 
 
-@pytest.mark.parametrize("tokens", [1, 18])
+@pytest.mark.parametrize("tokens", [1, 16, 18])
 def test_odd_sizes(device: torch.device, tokens: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check(torch.randn(tokens, 5, 19).to(dtype), torch.randn(5, 33, 19).to(dtype), device)
@@ -55,6 +55,6 @@ def test_large_tiles(device: torch.device) -> None:
     check(torch.randn(2, 40, 64).bfloat16(), torch.randn(40, 216, 64).bfloat16(), device)
 
 
-@pytest.mark.parametrize("tokens", [2, 70])
+@pytest.mark.parametrize("tokens", [2, 18])
 def test_mixed_dtypes(device: torch.device, tokens: int) -> None:
     check(torch.randn(tokens, 2, 40), torch.randn(2, 24, 40).bfloat16(), device)

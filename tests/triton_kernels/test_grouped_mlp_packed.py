@@ -16,6 +16,7 @@ from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 D, F, EXPERTS, K = 72, 26, 4, 3
 BOUND = 1e-4
 CONFIG = DecodeConfig(2, 16, 2, 1, down_warps=2, down_stages=2)
+AHEAD = DecodeConfig(2, 16, 2, 1, gate_up_ahead=True, down_warps=2, down_ahead=True)
 Weights = tuple[PackedWeight, torch.Tensor]
 
 
@@ -33,9 +34,14 @@ def choices(tokens: int, top_k: int, device: torch.device) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("decode_pairs", [0, 64])
+@pytest.mark.parametrize(("decode_pairs", "config"), [(0, CONFIG), (64, CONFIG), (64, AHEAD)])
 def test_formats(
-    format: str, group: int, tokens: int, decode_pairs: int, device: torch.device
+    format: str,
+    group: int,
+    tokens: int,
+    decode_pairs: int,
+    config: DecodeConfig,
+    device: torch.device,
 ) -> None:
     (w13, v13), (w2, v2) = experts(format, group, device)
     ids, weights = choices(tokens, K, device)
@@ -45,7 +51,7 @@ def test_formats(
         attrs = {"act": "silu", "alpha": 1.702, "limit": 7.0}
         grouped_mlp_packed(
             x, ids, weights, w13, w2, None, None, out=(out,), decode_pairs=decode_pairs,
-            config=CONFIG, **attrs,
+            config=config, **attrs,
         )  # fmt: skip
         wanted = op_def("moe.grouped_mlp").reference(
             x, ids, weights, v13.to(dtype), v2.to(dtype), None, None, **attrs

@@ -1,4 +1,4 @@
-"""triton.linear against the op's reference: multiply-add, tl.dot and torch's forms."""
+"""triton.linear against the op's reference: multiply-add and torch's form."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,6 @@ from ktgraph.triton_kernels.registry import launcher
 
 BOUNDS = {torch.float32: 1e-10, torch.float16: 2e-7, torch.bfloat16: 1e-5}
 DTYPES = list(BOUNDS)
-assert file.MULTIPLY_ADD_TOKENS == 2
-assert file.FEW_TOKENS == 32
 
 
 def check(
@@ -40,7 +38,7 @@ def _move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 17, 32, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 17, 65])
 @pytest.mark.parametrize("bias", [False, True])
 def test_parity(device: torch.device, tokens: int, dtype: torch.dtype, bias: bool) -> None:
     x, w = torch.randn(tokens, 136).to(dtype), torch.randn(40, 136).to(dtype)
@@ -48,7 +46,7 @@ def test_parity(device: torch.device, tokens: int, dtype: torch.dtype, bias: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 9, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_odd_sizes(device: torch.device, tokens: int, dtype: torch.dtype) -> None:
     """Rows that are not 16-byte aligned; fewer rows of w than one program owns."""
     for depth, width in ((251, 33), (19, 1)):
@@ -56,7 +54,7 @@ def test_odd_sizes(device: torch.device, tokens: int, dtype: torch.dtype) -> Non
         check(x, w, torch.randn(width).to(dtype), device)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_several_steps(device: torch.device, tokens: int) -> None:
     """K over several steps, with and without a remainder."""
     for depth in (2048, 2312):
@@ -64,7 +62,7 @@ def test_several_steps(device: torch.device, tokens: int) -> None:
         check(x, w, None, device)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
 @pytest.mark.parametrize(
     ("kind", "stored"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
@@ -88,14 +86,21 @@ def test_rows_of_a_wider_weight(device: torch.device, tokens: int) -> None:
     assert float(error) <= BOUNDS[x.dtype]
 
 
-@pytest.mark.parametrize("tokens", [(1, 2), (3, 17)])
-def test_a_row_does_not_depend_on_the_others(device: torch.device, tokens: tuple[int, int]) -> None:
-    """Within one form the same token has the same bits in a larger batch."""
-    few, many = tokens
-    x, w = torch.randn(many, 264).bfloat16(), torch.randn(24, 264).bfloat16()
-    whole = check(x, w, None, device)
-    assert torch.equal(whole, check(x, w, None, device))
-    assert torch.equal(whole[:few], check(x[:few], w, None, device))
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    """Multiplied and added, the same token has the same bits alone and beside another."""
+    x, w = torch.randn(2, 264).bfloat16(), torch.randn(24, 264).bfloat16()
+    both = check(x, w, None, device)
+    assert torch.equal(both, check(x, w, None, device))
+    assert torch.equal(both[:1], check(x[:1], w, None, device))
+
+
+def test_two_tokens_of_a_large_matrix_are_torchs() -> None:
+    large, small = torch.empty(8193, 1024).bfloat16(), torch.empty(8192, 1024).bfloat16()
+    bound = 16 << 20
+    assert file.multiplies_and_adds(1, large, bound)
+    assert file.multiplies_and_adds(2, small, bound)
+    assert not file.multiplies_and_adds(2, large, bound)
+    assert not file.multiplies_and_adds(3, small, bound)
 
 
 def test_configurations_may_be_overridden(device: torch.device) -> None:

@@ -53,7 +53,14 @@ def _inputs(
 @pytest.mark.parametrize("score", moe_route.SCORES)
 @pytest.mark.parametrize(
     ("tokens", "cols", "experts", "top_k"),
-    [(1, 48, 170, 2), (2, 250, 60, 4), (7, 1000, 9, 9), (16, 64, 7, 6), (17, 100, 40, 3)],
+    [
+        (1, 48, 170, 2),
+        (2, 250, 60, 4),
+        (3, 1000, 9, 9),
+        (4, 64, 7, 6),
+        (5, 64, 7, 6),
+        (17, 100, 40, 3),
+    ],
 )
 def test_plain(
     tokens: int,
@@ -134,7 +141,7 @@ def test_the_counter_is_left_at_zero(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
 def test_many_replays_of_a_graph_agree(tokens: int, device: torch.device) -> None:
     """The last program must see all logits, in each of many replays on new inputs."""
     x, gate = _inputs(tokens, 7168, 256, torch.bfloat16, device)
