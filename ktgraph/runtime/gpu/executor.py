@@ -26,11 +26,12 @@ from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
-from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
+from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
 from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
+from ktgraph.runtime.gpu.watch import Watch
 from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import Addresses, native_operand, native_state
@@ -47,11 +48,19 @@ _PATIENCE = 60.0  # seconds until a step that does not end is given up
 
 @dataclass
 class _Made:
-    """The steps of one part at one size; `graph` replays them."""
+    """The steps of one part at one size; `graph` replays them.
+
+    items: the instruction that each step is; None for uploads and the handling of buffers.
+    """
 
     steps: list[Step]
+    items: list[Instruction | None]
     runs: int = 0
     graph: Step | None = None
+
+    def add(self, steps: Sequence[Step], item: Instruction | None = None) -> None:
+        self.steps += steps
+        self.items += [item] * len(steps)
 
 
 class GpuExecutor:
@@ -218,20 +227,63 @@ class _BoundPhase:
         sizes = Sizes(step.tokens, step.rows, step.sequences)
         max_new, max_kv = self._bounds(step)
         made = self._steps(sizes, max_new, max_kv)
+        if self.executor.trace is None:
+            self._run_parts(made, step)
+        else:
+            self._run_timed(made, step, self.executor.trace)
+        self.device.run([self._take_logits(sizes)])
+        self._finish()
+        return logits_as_f32(self._answers[sizes][1])
+
+    def _run_parts(self, made: list[_Made], step: StepArrays) -> None:
         for place, part in enumerate(self.parts.order):
             if part.kind == "gpu":
                 self._start(made[place], part)
                 continue
             self._finish()
-            for number in part.awaits:
-                self._wait_for_box(self.first_box + number)
+            self._wait_for_boxes(part)
             if part.kind == "native":
                 self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
             else:
                 self._run_on_host(part.items[0], step)
-        self.device.run([self._take_logits(sizes)])
+
+    def _run_timed(self, made: list[_Made], step: StepArrays, trace: list[TraceEvent]) -> None:
+        """Run step by step, and append one event for each instruction.
+
+        What never ran at this size runs once before: its kernels are compiled then.
+        """
+        if any(m.steps and m.runs == 0 for m in made):
+            self._run_parts(made, step)
+            self._finish()
+        self.executor.mailboxes.spans()  # those of earlier runs
+        watch = Watch(self.phase, self.parts, self.first_box)
+        for place, part in enumerate(self.parts.order):
+            if part.kind == "gpu":
+                watch.gpu(made[place].items, self._timed_steps(made[place]), self._stream)
+                continue
+            self._wait_for_boxes(part)
+            begin = time.perf_counter()
+            watch.host(part.items, begin, self._timed_on_host(place, part, step))
+        watch.answers(self.executor.mailboxes.spans())
+        trace += watch.events(step, self.device.model, trace)
+
+    def _timed_steps(self, made: _Made) -> list[Span]:
+        try:
+            read = self.device.timed(made.steps)
+        except ExecutionError:
+            self._recover()
+            raise
         self._finish()
-        return logits_as_f32(self._answers[sizes][1])
+        return read()
+
+    def _timed_on_host(self, place: int, part: Part, step: StepArrays) -> list[float]:
+        """Seconds of every instruction."""
+        if part.kind == "native":
+            plan = self._plans[place]
+            return plan.run_timed(step.tokens, step.rows, self._native_batch(step))
+        begin = time.perf_counter()
+        self._run_on_host(part.items[0], step)
+        return [time.perf_counter() - begin]
 
     def _bounds(self, step: StepArrays) -> tuple[int, int]:
         """Most new tokens and rows of a sequence: of any call when it may be captured."""
@@ -247,21 +299,23 @@ class _BoundPhase:
             batch = self.executor.inputs.batch(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
-            made = [_Made(self._part_steps(p, sizes, batch)) for p in self.parts.order]
+            made = [self._made_part(p, sizes, batch) for p in self.parts.order]
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
 
-    def _part_steps(self, part: Part, sizes: Sizes, batch: Any) -> list[Step]:
+    def _made_part(self, part: Part, sizes: Sizes, batch: Any) -> _Made:
+        made = _Made([], [])
         if part.kind != "gpu":
-            return []
-        is_first = part is self.parts.order[0]
-        steps = [self.executor.inputs.upload, *self._stream.begin()] if is_first else []
+            return made
+        if part is self.parts.order[0]:
+            made.add([self.executor.inputs.upload, *self._stream.begin()])
         for item in part.items:
-            steps += [self._step(item, sizes, batch), *self._stream.after(item)]
-        return steps
+            made.add([self._step(item, sizes, batch)], item)
+            made.add(self._stream.after(item))
+        return made
 
     def _start(self, made: _Made, part: Part) -> None:
         """Run a part's steps; from the second call of a decode size on, as one graph."""
@@ -290,6 +344,10 @@ class _BoundPhase:
                 "answer of the CPU that does not come"
             )
         mailboxes.check()
+
+    def _wait_for_boxes(self, part: Part) -> None:
+        for number in part.awaits:
+            self._wait_for_box(self.first_box + number)
 
     def _wait_for_box(self, number: int) -> None:
         """The host itself takes an answer, where it and not the GPU reads the result."""

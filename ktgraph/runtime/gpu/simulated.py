@@ -2,14 +2,15 @@
 
 Nothing that is started runs before the host waits: a host that reads a result too early sees what
 was there before, and one that changes an input too early changes what the kernels see.  Hand-overs
-go through the engine's real mailboxes.  Device memory begins as NaN, as poison.
+go through the engine's real mailboxes.  Device memory begins as NaN, as poison.  Spans are those of
+the references, on this CPU: measured timelines take the GPU's share from `model` instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.executor import ExecutionError
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Span, Step
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 
@@ -109,7 +110,7 @@ class SimulatedDevice(GpuDevice):
         def step() -> None:
             if after is not None and not after.free:
                 raise ExecutionError("a copy of weights begins before its buffer was released")
-            copy.ready = copy.free = False
+            copy.began = copy.ready = copy.free = None
             for target in copy.targets:
                 target.fill_(_POISON)
             self._copies.append(copy)
@@ -120,9 +121,10 @@ class SimulatedDevice(GpuDevice):
         def step() -> None:
             while not copy.ready:
                 done = self._copies.popleft()
+                begin = time.perf_counter()
                 for source, target in zip(done.sources, done.targets, strict=True):
                     target.copy_(source)
-                done.ready = True
+                done.began, done.ready = begin, time.perf_counter()
 
         return step
 
@@ -134,6 +136,14 @@ class SimulatedDevice(GpuDevice):
 
     def run(self, steps: Sequence[Step]) -> None:
         self._queue.extend(steps)
+
+    def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
+        spans: list[Span] = []
+        self.run([_noting(step, spans) for step in steps])
+        return lambda: spans
+
+    def copied(self, copy: Fetch) -> Span:
+        return copy.began, copy.ready
 
     def capture(self, steps: Sequence[Step]) -> Step:
         kept = tuple(steps)
@@ -148,6 +158,20 @@ class SimulatedDevice(GpuDevice):
                 time.sleep(0)
                 return False
         return True
+
+
+def _noting(step: Step, spans: list[Span]) -> Step:
+    """The step, which notes its span once it is done; it may be tried several times."""
+    begins: list[float] = []
+
+    def run() -> object:
+        begins.append(time.perf_counter())
+        found = step()
+        if found is not False:
+            spans.append((begins[0], time.perf_counter()))
+        return found
+
+    return run
 
 
 def _operand(given: Any) -> Any:
