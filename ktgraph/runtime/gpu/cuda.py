@@ -123,9 +123,11 @@ class CudaDevice(GpuDevice):
 
     def run(self, steps: Sequence[Step]) -> None:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):
-            for step in steps:
-                step()
-            self._end.record(self.stream)
+            try:
+                for step in steps:
+                    step()
+            finally:  # what was started before an error or Ctrl-C ends too
+                self._end.record(self.stream)
 
     def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
         """The stream is held while the first steps queue up: launching them must not show."""

@@ -103,6 +103,7 @@ class GpuExecutor:
             bound = _BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
+        self._is_settled = True
         self.mailboxes.start()
 
     def _most(self) -> Sizes:
@@ -124,12 +125,29 @@ class GpuExecutor:
 
         Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
         """
+        self._settle()
+        self._is_settled = False
         self._inputs.set(ids, step)
         self.mailboxes.set_sizes(step.tokens, step.rows)
-        return self._phases[phase].run(step)
+        found = self._phases[phase].run(step)
+        self._is_settled = True
+        return found
+
+    def _settle(self) -> None:
+        """Let a call that was interrupted (Ctrl-C) end: it still reads inputs and mailboxes."""
+        if not self._is_settled:
+            self.device.finish(lambda: None, _PATIENCE)
+            self.recover()
+            self._is_settled = True
+
+    def recover(self) -> None:
+        """Let the stream run to its end, and make the mailboxes usable again."""
+        self.device.finish(self.mailboxes.release, _PATIENCE)
+        self.mailboxes.reset()
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        self._settle()
         self.mailboxes.close()
 
     # -- where things lie ---------------------------------------------------------------------
@@ -271,7 +289,7 @@ class _BoundPhase:
         try:
             read = self.device.timed(made.steps)
         except ExecutionError:
-            self._recover()
+            self.executor.recover()
             raise
         self._finish()
         return read()
@@ -326,7 +344,7 @@ class _BoundPhase:
         try:
             self.device.run(made.steps if made.graph is None else [made.graph])
         except ExecutionError:
-            self._recover()
+            self.executor.recover()
             raise
 
     def _finish(self) -> None:
@@ -335,10 +353,10 @@ class _BoundPhase:
         try:
             ended = self.device.finish(mailboxes.check, _PATIENCE)
         except RuntimeError as error:
-            self._recover()
+            self.executor.recover()
             raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
         if not ended:
-            self._recover()
+            self.executor.recover()
             raise ExecutionError(
                 f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
@@ -356,14 +374,8 @@ class _BoundPhase:
         while not mailboxes.take(number):
             mailboxes.check()
             if time.perf_counter() > end:
-                self._recover()
+                self.executor.recover()
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
-
-    def _recover(self) -> None:
-        """Let the stream run to its end, and make the mailboxes usable again."""
-        mailboxes = self.executor.mailboxes
-        self.device.finish(mailboxes.release, _PATIENCE)
-        mailboxes.reset()
 
     def _take_logits(self, sizes: Sizes) -> Step:
         if sizes not in self._answers:

@@ -153,7 +153,12 @@ class SimulatedDevice(GpuDevice):
         """Works off the queue up to a step that must wait."""
         while self._queue:
             step = self._queue.popleft()
-            if step() is False:
+            try:
+                is_waiting = step() is False
+            except KeyboardInterrupt:  # of the host; a GPU goes on
+                self._queue.appendleft(step)
+                raise
+            if is_waiting:
                 self._queue.appendleft(step)
                 time.sleep(0)
                 return False
