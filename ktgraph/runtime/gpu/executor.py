@@ -214,7 +214,7 @@ class _BoundPhase:
         self._logits = self._logits_ref()
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
-        self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._answer: torch.Tensor | None = None  # the host's copy of the logits, [rows, VOC]
 
     def _native_plan(self, items: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native
@@ -249,9 +249,11 @@ class _BoundPhase:
             self._run_parts(made, step)
         else:
             self._run_timed(made, step, self.executor.trace)
-        self.device.run([self._take_logits(sizes)])
+        logits = self.executor.tensor(self.phase, self._logits, {"T": step.tokens, "O": step.rows})
+        answer = self._room_for(logits)
+        self.device.run([self.device.copy(logits, answer)])
         self._finish()
-        return logits_as_f32(self._answers[sizes][1])
+        return logits_as_f32(answer)
 
     def _run_parts(self, made: list[_Made], step: StepArrays) -> None:
         for place, part in enumerate(self.parts.order):
@@ -377,13 +379,12 @@ class _BoundPhase:
                 self.executor.recover()
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
 
-    def _take_logits(self, sizes: Sizes) -> Step:
-        if sizes not in self._answers:
-            bound = {"T": sizes.tokens, "O": sizes.rows}
-            logits = self.executor.tensor(self.phase, self._logits, bound)
-            host = self.device.host(logits.nbytes).view(logits.dtype).view(logits.shape)
-            self._answers[sizes] = (logits, host)
-        return self.device.copy(*self._answers[sizes])
+    def _room_for(self, logits: torch.Tensor) -> torch.Tensor:
+        """Host memory of the same shape, of the largest call so far."""
+        if self._answer is None or self._answer.shape[0] < logits.shape[0]:
+            host = self.device.host(logits.nbytes)
+            self._answer = host.view(logits.dtype).view(logits.shape)
+        return self._answer[: logits.shape[0]]
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
