@@ -58,9 +58,11 @@ def compiled(traced: kt.Traced, name: str) -> kt.Compiled:
     with TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.yaml"
         rules.write_text(_EXPERTS_ON_CPU)
-        sizes = {"context": CONTEXT, "max_batch": MAX_BATCH, "max_tokens": MAX_TOKENS}
-        given = rules if name in ("simulated", "hybrid") else None
-        return traced.lower(target, rules=given, **sizes).compile()
+        given = str(rules) if name in ("simulated", "hybrid") else None
+        lowered = traced.lower(
+            target, rules=given, context=CONTEXT, max_batch=MAX_BATCH, max_tokens=MAX_TOKENS
+        )
+        return lowered.compile()
 
 
 def references(exe: kt.Compiled, rng: random.Random) -> list[Reference]:
@@ -269,7 +271,7 @@ def _line(work: Soak, samples: Sequence[int]) -> str:
 
 def main() -> int:
     """Run; 1 for a failure, as the watch has it too."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="random work for a long time, watched")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--target", default="simulated", help="simulated, or what kt.compile takes")
     parser.add_argument("--model", type=Path, default=MODEL)

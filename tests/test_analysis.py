@@ -1,6 +1,7 @@
 """Cost, memory, timelines and explanations of a placed module."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,14 @@ def test_explanations(placed: tuple[Module, PassContext]) -> None:
     text = explain(module, name, TARGET, ctx.options, ctx.artifacts["placement.txt"])
     decode = text.split("\n\n")[1]
     assert "  runs on cpu\n" in decode
+    post, back = (
+        next(o for o in module.functions["decode"].walk() if o.name == f"xfer.{kind}")
+        for kind in ("post", "await")
+    )
+    sent = ", ".join(f"%{r.name}" for r in post.results)
+    assert f"  its operands come by xfer.post ({sent})\n" in decode
+    assert f"  its result goes back by xfer.await (%{back.result.name})\n" in decode
+    assert re.search(r"  meanwhile cuda:0 computes %\S+ \(nn\.\w+\)", decode)
     assert "103.8 MFLOP, 99.85 MB: 1.04 FLOP per byte" in decode
     assert "cpu: 439.1 µs, bound by memory (ridge 157 FLOP per byte), chosen" in decode
     assert "cuda:0 is full" in decode

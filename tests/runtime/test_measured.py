@@ -28,12 +28,15 @@ def traced() -> kt.Traced:
 
 
 def compiled(
-    traced: kt.Traced, gpu: str, folder: Path, rules: str = _ON_CPU, **more: str
+    traced: kt.Traced, gpu: str, folder: Path, rules: str = _ON_CPU, quantize: str | None = None
 ) -> kt.Compiled:
     (folder / "rules.yaml").write_text(rules)
     target = kt.hybrid(gpu_memory="4GiB", cpu_threads=1, gpu=gpu)
-    sizes = {"context": 96, "max_batch": 2, "max_tokens": 32}
-    return traced.lower(target, rules=folder / "rules.yaml", **sizes, **more).compile()
+    rules_file = str(folder / "rules.yaml")
+    lowered = traced.lower(
+        target, rules=rules_file, quantize=quantize, context=96, max_batch=2, max_tokens=32
+    )
+    return lowered.compile()
 
 
 def gpu_executor(exe: kt.Compiled) -> GpuExecutor:
@@ -185,4 +188,20 @@ def test_an_interrupted_call_ends_before_the_next_begins(
                 exe.runner.forward([(seq, ids)])
         exe.runner.close(seq)
         assert exe.generate(PROMPT, 4, eos=()) == want
+    exe.runner.executor.close()
+
+
+def test_the_experts_explanation_names_hand_overs_and_kernels(
+    traced: kt.Traced, tmp_path: Path
+) -> None:
+    exe = compiled(traced, "simulated", tmp_path)
+    for text in exe.explain("%routed").split("\n\n"):
+        assert "  runs on cpu\n" in text
+        assert (
+            "  its operands come by cuda.post (%post_attention_norm.cpu, %ids.1.cpu, "
+            "%weights.cpu)\n  its result goes back by cuda.await (%routed.cuda0)\n"
+            "  meanwhile cuda:0 computes %down_proj (triton.swiglu)\n"
+        ) in text
+        assert "not triton.grouped_mlp: it is for cuda" in text
+        assert text.count("not torch.reference") == 1
     exe.runner.executor.close()
