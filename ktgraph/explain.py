@@ -136,7 +136,8 @@ class _Asking:
         """Of an op away from home: how its operands and results cross, and what runs beside."""
         if place.op.name in CROSSING or op_device(self.module, place.op) == self.module.home:
             return
-        ops = [p.op for p in self.places if (p.func, p.layers) == (place.func, place.layers)]
+        near = [p for p in self.places if p.func is place.func and p.layers == place.layers]
+        ops = [p.op for p in near]
         own = {id(r) for r in place.op.results}
         read = {id(v) for v in place.op.values}
         posts = [o for o in ops if o.name == "xfer.post" and read & {id(r) for r in o.results}]
