@@ -300,7 +300,7 @@ def run(cell: Cell, with_profile: bool = False) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     threads = max(1, len(load_native().default_cpus()) - 1)
     begin = time.perf_counter()
-    uses = plan.uses()
+    uses = plan.loaded()
     weights = CopiedWeights(device.torch_device).load(uses)
     torch.cuda.synchronize()
     made = time.perf_counter() - begin

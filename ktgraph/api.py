@@ -31,6 +31,11 @@ def trace(model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = N
     return Traced(trace_hf(given.model, _DTYPES[dtype]), given, dtype)
 
 
+def compute_dtype(dtype: str, target: Target) -> str:
+    """What "auto" means for a target: "bf16" where a GPU computes, else what `trace` says."""
+    return "bf16" if dtype == "auto" and target.gpus else dtype
+
+
 def compile(
     model: Model,
     target: str | Path | Target = "auto",
@@ -53,8 +58,7 @@ def compile(
     given = {"quantize": quantize, "max_tokens": max_tokens, "context": context, **options}
     check_options(given)
     machine = resolve_target(target)
-    computed = "bf16" if dtype == "auto" and machine.gpus else dtype
-    traced = trace(model, dtype=computed, tokenizer=tokenizer)
+    traced = trace(model, dtype=compute_dtype(dtype, machine), tokenizer=tokenizer)
     return traced.lower(machine, pipeline, validate=validate, dump=dump, **given).compile()
 
 

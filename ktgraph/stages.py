@@ -192,7 +192,7 @@ class Lowered:
     @property
     def threads(self) -> int:
         """Worker threads that will run it: as asked for, else as measured for the target."""
-        return self.context.options.threads or self.target.cpu.threads
+        return self.context.options.threads or self.target.cpu_threads
 
     def cost_analysis(self) -> CostAnalysis:
         """FLOPs, bytes and predicted seconds: ``.at(T=1, S=4096).table()``."""
@@ -464,7 +464,7 @@ class Compiled:
                 "again and save it"
             ) from error
         made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
-        threads = file.options.threads or target.cpu.threads
+        threads = file.options.threads or target.cpu_threads
         return Compiled(file.runner(source, threads), card, made)
 
     def _prompts(self, given: Any) -> _Prompts:

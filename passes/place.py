@@ -117,12 +117,10 @@ class _Applying:
                 _Devices(self, region, run.assign).block(block, run)
                 blocks.append(block)
         self._weights()
-        if not machine.is_hybrid:
-            return blocks
-        for name in machine.devices:
+        for name in machine.devices if self.home != CPU else ():
             device = machine.target.device(name)
             module.devices[name] = {"kind": device.kind, "memory": attr(device.memory)}
-        for func in module.functions.values():
+        for func in module.functions.values() if machine.is_hybrid else ():
             func.attrs[COPIES] = PENDING
         return blocks
 

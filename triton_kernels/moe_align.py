@@ -29,7 +29,8 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 
-_CHUNK = 1024  # pairs of a program
+_SINGLE = 1024  # most pairs that one program sorts alone, in one launch
+_CHUNK = 256  # pairs of a program where there are more: 16,384 pairs keep 64 multiprocessors busy
 _ONE_HOT = 8192  # elements of a one-hot matrix: SUB * experts
 
 
@@ -68,11 +69,12 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
 
     result = Alignment(made(blocks * block_m), made(blocks), made(blocks), block_m)
     padded = triton.next_power_of_2(experts)
-    chunks = triton.cdiv(pairs, _CHUNK)
-    sub = min(_CHUNK, max(16, _ONE_HOT // padded))
+    chunk = _SINGLE if pairs <= _SINGLE else _CHUNK
+    chunks = triton.cdiv(pairs, chunk)
+    sub = min(chunk, max(16, _ONE_HOT // padded))
     counts = made(chunks * padded)
     if chunks > 1:
-        _count_chunks[(chunks,)](ids, counts, pairs, CHUNK=_CHUNK, SUB=sub, E=padded, num_warps=8)
+        _count_chunks[(chunks,)](ids, counts, pairs, CHUNK=chunk, SUB=sub, E=padded, num_warps=8)
     _place[(chunks,)](
         ids,
         counts,
@@ -83,7 +85,7 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
         blocks,
         chunks,
         BLOCK_M=block_m,
-        CHUNK=_CHUNK,
+        CHUNK=chunk,
         SUB=sub,
         E=padded,
         SINGLE=chunks == 1,
@@ -205,8 +207,8 @@ COMPILE_CASES = [
             _PLACE_TYPES,
             {
                 "BLOCK_M": 64,
-                "CHUNK": _CHUNK,
-                "SUB": max(16, _ONE_HOT // e),
+                "CHUNK": _SINGLE if single else _CHUNK,
+                "SUB": min(_SINGLE if single else _CHUNK, max(16, _ONE_HOT // e)),
                 "E": e,
                 "SINGLE": single,
             },

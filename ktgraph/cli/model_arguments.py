@@ -24,7 +24,13 @@ _OPTIONS = (
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is compiled."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder")
-    parser.add_argument("--target", default="auto", help="auto, cpu, hybrid, or a target file")
+    parser.add_argument(
+        "--target", default="auto", help="auto, cpu, cuda, hybrid, simulated, or a target file"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="SIZE", help='what the GPU may take, e.g. "21GiB"; default: all'
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (f32; with a GPU bf16), f32 or bf16")
     parser.add_argument("--pipeline", default="default", help='e.g. "default,-fuse-norms"')
     parser.add_argument("--quantize", help='e.g. int8, "int4p(group=32)"; default: lossless')
     parser.add_argument("--context", type=int, metavar="ROWS", help="most tokens of a sequence")
@@ -45,10 +51,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def lower_model(args: argparse.Namespace) -> Lowered:
     """Trace and lower args.model."""
-    from ktgraph.api import trace
+    from ktgraph.api import compute_dtype, trace
+    from ktgraph.target import resolve_target, with_gpu_memory
 
-    traced = trace(args.model, tokenizer=args.tokenizer)
+    target = with_gpu_memory(resolve_target(args.target), args.gpu_memory)
+    dtype = compute_dtype(args.dtype, target)
+    traced = trace(args.model, dtype=dtype, tokenizer=args.tokenizer)
     options = {name: getattr(args, name) for name in _OPTIONS}
-    return traced.lower(
-        args.target, args.pipeline, validate=args.validate, dump=args.dump, **options
-    )
+    return traced.lower(target, args.pipeline, validate=args.validate, dump=args.dump, **options)

@@ -18,6 +18,7 @@ from ktgraph.ir.graph import Attr, Function, Module
 from ktgraph.ir.types import DTYPES, TensorType, Type
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten, product
+from ktgraph.runtime.side_stream import side_steps
 
 ALIGN = 64  # bytes
 _LOGIT_ROWS = 128  # most rows of logits in one call of a prefill function
@@ -136,6 +137,7 @@ class _Lives:
     def __init__(self, flat: FlatFunction, layouts: Layouts, home: str) -> None:
         self.layouts = layouts
         self.home = home
+        self.sides = side_steps(flat, layouts, home)
         self.slots: dict[str, Slot] = {}
         self.span: dict[str, tuple[int, int]] = {}
         self.owner: dict[str, str] = {}
@@ -158,7 +160,15 @@ class _Lives:
             if isinstance(slot.type, TensorType):
                 last[self.layouts.view(slot).root.name] = len(flat.ops)
         self._keep_until_answered(flat, last)
+        self._keep_beside(last)
         return last
+
+    def _keep_beside(self, last: dict[str, int]) -> None:
+        """What is used while an op runs on the side stream lives until that op has ended."""
+        for side in self.sides:
+            for name, end in last.items():
+                if side.after <= end < side.before:
+                    last[name] = side.before
 
     def _keep_until_answered(self, flat: FlatFunction, last: dict[str, int]) -> None:
         """What an op away from home reads lives as long as what it makes."""
@@ -181,6 +191,11 @@ class _Lives:
             self.span[slot.name] = (position, last.get(slot.name, position))
 
     def _step(self, position: int, step: FlatOp, last: Mapping[str, int]) -> None:
+        beside = next((s for s in self.sides if s.step == position), None)
+        if beside is not None:
+            for result in step.results:
+                self._begin(result, beside.after, last)  # it may start as early as that
+            return
         over = self._overwritten(position, step, last)
         for result in step.results:
             if over is not None:

@@ -20,6 +20,7 @@ from ktgraph.ir.types import DTYPES
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.native import dense_dtype, native_dense, native_weight, packed_nbytes
 from ktgraph.runtime.operands import WeightUse
+from ktgraph.runtime.weight_views import WeightView
 from ktgraph.weights.evaluate import WeightEvaluator
 
 _SHOW_PROGRESS = 1 << 30  # bytes of weights from which loading shows a bar, on a terminal
@@ -62,6 +63,11 @@ class LoadedWeights:
         there = {u.key for u in uses if u.device != "cpu"}
         tensors = {k: t.to(gpu) if k in there else t for k, t in self.tensors.items()}
         return LoadedWeights(tensors, self._owner)
+
+    def with_views(self, views: Mapping[str, WeightView]) -> LoadedWeights:
+        """The same weights and views of them, which share their memory."""
+        made = {key: view.of(self.tensors[view.base]) for key, view in views.items()}
+        return LoadedWeights({**self.tensors, **made}, self._owner)
 
     def on_gpu(self, use: WeightUse, packed: Callable[[torch.Tensor, WeightUse], Any]) -> Any:
         """The tensor of a dense weight, or what `packed` makes of the bytes of a packed one."""

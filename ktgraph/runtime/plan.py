@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
@@ -39,6 +40,7 @@ from ktgraph.runtime.operands import (
     WeightForm,
     WeightUse,
 )
+from ktgraph.runtime.weight_views import WeightView, weight_views
 from ktgraph.weights.encodings import Tile
 
 
@@ -117,6 +119,15 @@ class Plan:
             for use in phase.uses():
                 found.setdefault(use.key, use)
         return list(found.values())
+
+    @cached_property
+    def views(self) -> dict[str, WeightView]:
+        """By key, the weights that are views of others and take no memory."""
+        return weight_views(self.module, self.uses())
+
+    def loaded(self) -> list[WeightUse]:
+        """`uses` without the views: what is read from the checkpoint and takes memory."""
+        return [u for u in self.uses() if u.key not in self.views]
 
     @property
     def states(self) -> list[StateType]:

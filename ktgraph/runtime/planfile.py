@@ -92,9 +92,9 @@ class PlanFile:
         if weights is None:
             assert source is not None
             evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
-            weights = load_weights(self.plan.uses(), evaluator, count, torch_device(device))
+            weights = load_weights(self.plan.loaded(), evaluator, count, torch_device(device))
         elif device is not None:
-            weights = weights.with_gpu(self.plan.uses(), device.torch_device)
+            weights = weights.with_gpu(self.plan.loaded(), device.torch_device)
         return Runner.bind(self.plan, weights, shape, count, device)
 
 
@@ -119,7 +119,7 @@ def save_plan(
     packed: also the packed weights; without them loading needs the model and packs again.
     """
     plan, weights = runner.plan, runner.executor.weights
-    places = _places(plan.uses()) if packed else []
+    places = _places(plan.loaded()) if packed else []
     texts = {
         "plan.ktir": str(plan.module),
         "pipeline.txt": pipeline,
@@ -413,7 +413,7 @@ def _map_packed(
     except (KeyError, TypeError) as error:
         raise _damaged(path, f"weights.json: {error!r}") from error
     # where a weight lies follows from the plan: what the file says must be the same
-    for planned in _places(plan.uses()):
+    for planned in _places(plan.loaded()):
         if places.get(planned.key) != planned:
             raise _damaged(path, f"weights.json does not hold @{planned.key} as {planned.type}")
     info = archive.getinfo(_PACKED)
@@ -426,13 +426,13 @@ def _map_packed(
     if info.file_size <= _MOST_CHECKED:
         is_whole = zlib.crc32(mapped.data) == info.CRC
     else:
-        parts = (mapped[p.offset : p.offset + p.nbytes] for p in _places(plan.uses()))
+        parts = (mapped[p.offset : p.offset + p.nbytes] for p in _places(plan.loaded()))
         is_whole = _samples(parts) == described.get("samples")
     if not is_whole:
         raise _damaged(path, f"the bytes of {_PACKED} have changed")
     _read_ahead(mapped)
     whole = torch.as_tensor(mapped)
-    tensors = {u.key: _mapped(path, whole, u, places) for u in plan.uses()}
+    tensors = {u.key: _mapped(path, whole, u, places) for u in plan.loaded()}
     return LoadedWeights(tensors, owner=mapped)
 
 

@@ -217,7 +217,7 @@ class Runner(PagedRunner):
         device = gpu_device(plan)
         shape = fit_cache(plan, options, count)
         evaluator = WeightEvaluator(module, source, cache_nbytes=0)
-        weights = load_weights(plan.uses(), evaluator, count, gpu=torch_device(device))
+        weights = load_weights(plan.loaded(), evaluator, count, gpu=torch_device(device))
         return Runner.bind(plan, weights, shape, count, device)
 
     @staticmethod
@@ -232,6 +232,7 @@ class Runner(PagedRunner):
         places = {"cpu": torch.device("cpu")}
         if device is not None:
             places[plan.home] = device.torch_device
+        weights = weights.with_views(plan.views)
         states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
         if device is None:
             return Runner(Executor(plan, weights, states, shape, threads))

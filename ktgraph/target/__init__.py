@@ -7,6 +7,7 @@ from ktgraph.target.choose import (
     load_target,
     resolve_target,
     shipped_targets,
+    with_gpu_memory,
 )
 from ktgraph.target.description import (
     Device,
@@ -42,4 +43,5 @@ __all__ = [
     "resolve_target",
     "round_size",
     "shipped_targets",
+    "with_gpu_memory",
 ]

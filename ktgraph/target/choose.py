@@ -19,7 +19,7 @@ from ktgraph.target.probe import probe_cpu
 
 SHIPPED = Path(__file__).resolve().parent.parent / "targets"
 SIMULATED_LIKE = "rtx4090-24g+xeon"  # whose GPU and links kt.hybrid(gpu="simulated") takes on
-WORDS = ("auto", "cpu", "cuda", "hybrid")
+WORDS = ("auto", "cpu", "cuda", "hybrid", "simulated")
 
 
 def cpu(threads: int | None = None) -> Target:
@@ -96,7 +96,8 @@ def load_target(name_or_path: str | Path) -> Target:
 def resolve_target(spec: str | Path | Target = "auto") -> Target:
     """What kt.compile takes as `target`: a Target, one of the words below, a name or a path.
 
-    "auto" is "hybrid" where there is a CUDA GPU and "cpu" elsewhere.
+    "auto" is "hybrid" where there is a CUDA GPU and "cpu" elsewhere; "simulated" is the hybrid path
+    on a simulated GPU.
     """
     if isinstance(spec, Target):
         return spec
@@ -113,7 +114,19 @@ def resolve_target(spec: str | Path | Target = "auto") -> Target:
         return hybrid()
     if spec == "cuda":
         return cuda()
+    if spec == "simulated":
+        return hybrid(gpu="simulated")
     return load_target(spec)
+
+
+def with_gpu_memory(target: Target, memory: str | int | None) -> Target:
+    """The target with a budget for its first GPU; raises TargetError where it has none."""
+    if memory is None:
+        return target
+    if not target.gpus:
+        raise TargetError(f"gpu_memory={memory!r}: target {target.name!r} has no GPU")
+    gpu = target.gpus[0]
+    return target.with_device(_with_memory(gpu, memory, real=gpu.kind == "cuda"))
 
 
 def _with_threads(device: Device, threads: int | None) -> Device:
@@ -142,7 +155,7 @@ def _no_gpu(wanted: str) -> TargetError:
         f'target="{wanted}" needs a CUDA GPU, and torch sees none on this machine. Instead:\n'
         '  target="cpu"                              run on the CPU alone\n'
         '  target=kt.load_target("rtx4090-24g+xeon") plan for a machine that is described\n'
-        '  target=kt.hybrid(gpu="simulated")         plan the hybrid path for a simulated GPU'
+        '  target=kt.hybrid(gpu="simulated")         run the hybrid path for a simulated GPU'
     )
 
 

@@ -176,6 +176,11 @@ class Target:
         return self.device("cpu")
 
     @property
+    def cpu_threads(self) -> int:
+        """Worker threads of the host; 1 for a target that is a GPU alone."""
+        return next((d.threads for d in self.devices if d.kind == "cpu"), 1)
+
+    @property
     def gpus(self) -> tuple[Device, ...]:
         """The devices that are GPUs, real or simulated."""
         return tuple(d for d in self.devices if d.kind != "cpu")

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Span, Step
+from ktgraph.runtime.gpu.device import (
+    Fetch,
+    Fork,
+    GpuDevice,
+    KernelCall,
+    Mailbox,
+    Span,
+    Step,
+)
 from ktgraph.runtime.gpu.driver import (
     DriverError,
     has_stream_memory_operations,
@@ -31,6 +39,7 @@ class CudaDevice(GpuDevice):
         self.torch_device = torch.device("cuda", index)
         self.stream = torch.cuda.Stream(self.torch_device)
         self.copies = torch.cuda.Stream(self.torch_device)
+        self.side = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # scratch of captured graphs, which never run at the same time
         self._end = torch.cuda.Event()
         self._zero = torch.cuda.Event(enable_timing=True)
@@ -88,6 +97,24 @@ class CudaDevice(GpuDevice):
 
         return step
 
+    def fork(self, fork: Fork) -> Step:
+        fork.begin = torch.cuda.Event()
+        fork.began, fork.end = _marks()
+        return lambda: fork.begin.record(self.stream)
+
+    def aside(self, fork: Fork, step: Step) -> Step:
+        def run() -> None:
+            self.side.wait_event(fork.begin)
+            fork.began.record(self.side)
+            with torch.cuda.stream(self.side):
+                step()
+            fork.end.record(self.side)
+
+        return run
+
+    def join(self, fork: Fork) -> Step:
+        return lambda: self.stream.wait_event(fork.end)
+
     def pin(self, memory: torch.Tensor) -> str:
         if memory.is_pinned():
             return ""
@@ -100,8 +127,7 @@ class CudaDevice(GpuDevice):
         return ""
 
     def fetch(self, copy: Fetch, after: Fetch | None) -> Step:
-        copy.began = torch.cuda.Event(enable_timing=True)
-        copy.ready = torch.cuda.Event(enable_timing=True)
+        copy.began, copy.ready = _marks()
         copy.free = torch.cuda.Event()
 
         def step() -> None:
@@ -126,7 +152,10 @@ class CudaDevice(GpuDevice):
             try:
                 for step in steps:
                     step()
-            finally:  # what was started before an error or Ctrl-C ends too
+            except BaseException:
+                self._gather()
+                raise
+            finally:
                 self._end.record(self.stream)
 
     def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
@@ -145,6 +174,9 @@ class CudaDevice(GpuDevice):
                     begin.record(self.stream)
                     step()
                     end.record(self.stream)
+            except BaseException:
+                self._gather()
+                raise
             finally:
                 gate.fill_(1)
                 self._end.record(self.stream)
@@ -153,6 +185,11 @@ class CudaDevice(GpuDevice):
             return [(self._at(begin), self._at(end)) for begin, end in marks]
 
         return spans
+
+    def _gather(self) -> None:
+        """After an error or Ctrl-C: what was started on other streams ends before the main one."""
+        self.stream.wait_stream(self.side)
+        self.stream.wait_stream(self.copies)
 
     def _set_zero(self) -> None:
         self.stream.synchronize()
@@ -164,8 +201,8 @@ class CudaDevice(GpuDevice):
     def _at(self, mark: torch.cuda.Event) -> float:
         return self._zero_at + self._zero.elapsed_time(mark) * 1e-3
 
-    def copied(self, copy: Fetch) -> Span:
-        return self._at(copy.began), self._at(copy.ready)
+    def span(self, work: Fetch | Fork) -> Span:
+        return self._at(work.began), self._at(work.ready if isinstance(work, Fetch) else work.end)
 
     def capture(self, steps: Sequence[Step]) -> Step:
         graph = torch.cuda.CUDAGraph()

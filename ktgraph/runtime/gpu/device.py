@@ -64,6 +64,18 @@ class Fetch:
     free: Any = None
 
 
+@dataclass
+class Fork:
+    """Work on the side stream, and the events around it; devices fill them.
+
+    begin: it may begin; began: it has begun; end: it has ended.
+    """
+
+    begin: Any = None
+    began: Any = None
+    end: Any = None
+
+
 class GpuDevice(ABC):
     """One GPU with a main stream, on which steps run in order, and a stream for copies."""
 
@@ -103,6 +115,18 @@ class GpuDevice(ABC):
         """A step that waits for the box's reply, takes the answers, and lowers the reply."""
 
     @abstractmethod
+    def fork(self, fork: Fork) -> Step:
+        """A step that marks where the side stream may begin."""
+
+    @abstractmethod
+    def aside(self, fork: Fork, step: Step) -> Step:
+        """The step on the side stream, behind the fork's mark and what went there before."""
+
+    @abstractmethod
+    def join(self, fork: Fork) -> Step:
+        """A step behind which the fork's work on the side stream has ended."""
+
+    @abstractmethod
     def pin(self, memory: torch.Tensor) -> str:
         """Make host memory fit for fast copies; an empty string, or why the system refused."""
 
@@ -130,8 +154,8 @@ class GpuDevice(ABC):
         """
 
     @abstractmethod
-    def copied(self, copy: Fetch) -> Span:
-        """When a copy that was started by `timed` began and ended."""
+    def span(self, work: Fetch | Fork) -> Span:
+        """When work beside the main stream, started by `timed`, began and ended."""
 
     @abstractmethod
     def capture(self, steps: Sequence[Step]) -> Step:
@@ -151,4 +175,4 @@ class GpuDevice(ABC):
         return True
 
 
-__all__ = ["Fetch", "GpuDevice", "KernelCall", "Mailbox", "Model", "Span", "Step"]
+__all__ = ["Fetch", "Fork", "GpuDevice", "KernelCall", "Mailbox", "Model", "Span", "Step"]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +26,7 @@ from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
-from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Span, Step
+from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
@@ -38,6 +38,7 @@ from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.side_stream import Side, side_steps
 from ktgraph.runtime.steps import StepArrays
 
 log = logging.getLogger("ktgraph")
@@ -51,10 +52,12 @@ class _Made:
     """The steps of one part at one size; `graph` replays them.
 
     items: the instruction that each step is; None for uploads and the handling of buffers.
+    beside: what runs on another stream, by the flat position of its op.
     """
 
-    steps: list[Step]
-    items: list[Instruction | None]
+    steps: list[Step] = field(default_factory=list[Step])
+    items: list[Instruction | None] = field(default_factory=list[Instruction | None])
+    beside: dict[int, Fetch | Fork] = field(default_factory=dict[int, Fetch | Fork])
     runs: int = 0
     graph: Step | None = None
 
@@ -212,6 +215,7 @@ class _BoundPhase:
             if part.kind == "native":
                 self._plans[place] = self._native_plan(part.items)
         self._logits = self._logits_ref()
+        self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
         self._answer: torch.Tensor | None = None  # the host's copy of the logits, [rows, VOC]
@@ -279,7 +283,7 @@ class _BoundPhase:
         watch = Watch(self.phase, self.parts, self.first_box)
         for place, part in enumerate(self.parts.order):
             if part.kind == "gpu":
-                watch.gpu(made[place].items, self._timed_steps(made[place]), self._stream)
+                watch.gpu(made[place].items, *self._timed_steps(made[place]))
                 continue
             self._wait_for_boxes(part)
             begin = time.perf_counter()
@@ -287,14 +291,16 @@ class _BoundPhase:
         watch.answers(self.executor.mailboxes.spans())
         trace += watch.events(step, self.device.model, trace)
 
-    def _timed_steps(self, made: _Made) -> list[Span]:
+    def _timed_steps(self, made: _Made) -> tuple[list[Span], dict[int, Span]]:
+        """Spans of the steps, and of what ran beside them."""
         try:
             read = self.device.timed(made.steps)
         except ExecutionError:
             self.executor.recover()
             raise
         self._finish()
-        return read()
+        beside = {step: self.device.span(work) for step, work in made.beside.items()}
+        return read(), beside
 
     def _timed_on_host(self, place: int, part: Part, step: StepArrays) -> list[float]:
         """Seconds of every instruction."""
@@ -327,15 +333,34 @@ class _BoundPhase:
         return self._made[key]
 
     def _made_part(self, part: Part, sizes: Sizes, batch: Any) -> _Made:
-        made = _Made([], [])
+        made = _Made()
         if part.kind != "gpu":
             return made
         if part is self.parts.order[0]:
             made.add([self.executor.inputs.upload, *self._stream.begin()])
+        forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
+        begins = {s.after: f for s, f in forks.items()}
+        asides = {s.step: f for s, f in forks.items()}
+        ends = {s.before: f for s, f in forks.items()}
+        made.beside |= asides
         for item in part.items:
-            made.add([self._step(item, sizes, batch)], item)
+            if item.step in ends:
+                made.add([self.device.join(ends.pop(item.step))])
+            step = self._step(item, sizes, batch)
+            if item.step in asides:
+                step = self.device.aside(asides[item.step], step)
+            if item.kernel == STREAM_WEIGHTS:
+                made.beside[item.step] = self._stream.fetch(item)
+            made.add([step], item)
             made.add(self._stream.after(item))
+            if item.step in begins:
+                made.add([self.device.fork(begins.pop(item.step))])
         return made
+
+    def _is_whole(self, side: Side, part: Part) -> bool:
+        """Whether fork, work and join are all in the part."""
+        places = {i.step for i in part.items}
+        return {side.after, side.step, side.before} <= places
 
     def _start(self, made: _Made, part: Part) -> None:
         """Run a part's steps; from the second call of a decode size on, as one graph."""
@@ -354,6 +379,7 @@ class _BoundPhase:
         mailboxes = self.executor.mailboxes
         try:
             ended = self.device.finish(mailboxes.check, _PATIENCE)
+            mailboxes.check()
         except RuntimeError as error:
             self.executor.recover()
             raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
@@ -363,7 +389,6 @@ class _BoundPhase:
                 f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
             )
-        mailboxes.check()
 
     def _wait_for_boxes(self, part: Part) -> None:
         for number in part.awaits:

@@ -41,6 +41,11 @@ class Mailboxes:
         if self._service is not None:
             self._service.start()
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time that the CPU spent in the plans of answered requests."""
+        return 0.0 if self._service is None else float(self._service.busy_seconds)
+
     def set_sizes(self, tokens: int, rows: int) -> None:
         """T and O of the requests to come; none is pending."""
         self._sizes[:2] = (tokens, rows)

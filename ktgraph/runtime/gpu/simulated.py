@@ -19,11 +19,20 @@ import torch
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.executor import ExecutionError
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, KernelCall, Mailbox, Span, Step
+from ktgraph.runtime.gpu.device import (
+    Fetch,
+    Fork,
+    GpuDevice,
+    KernelCall,
+    Mailbox,
+    Span,
+    Step,
+)
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 
 _REQUEST = 1
+_PAUSE = 50e-6  # seconds; the thread that answers may need this CPU
 _POISON = 0xFF  # bytes of NaN in every float format, and of -1 in integers
 
 
@@ -103,6 +112,22 @@ class SimulatedDevice(GpuDevice):
 
         return step
 
+    def fork(self, fork: Fork) -> Step:
+        return _nothing
+
+    def aside(self, fork: Fork, step: Step) -> Step:
+        """Delayed to the join: the main stream's ops in between come first, as they may."""
+        fork.begin = step
+        return _nothing
+
+    def join(self, fork: Fork) -> Step:
+        def step() -> None:
+            fork.began = time.perf_counter()
+            fork.begin()
+            fork.end = time.perf_counter()
+
+        return step
+
     def pin(self, memory: torch.Tensor) -> str:
         return ""
 
@@ -142,8 +167,8 @@ class SimulatedDevice(GpuDevice):
         self.run([_noting(step, spans) for step in steps])
         return lambda: spans
 
-    def copied(self, copy: Fetch) -> Span:
-        return copy.began, copy.ready
+    def span(self, work: Fetch | Fork) -> Span:
+        return work.began, work.ready if isinstance(work, Fetch) else work.end
 
     def capture(self, steps: Sequence[Step]) -> Step:
         kept = tuple(steps)
@@ -160,7 +185,7 @@ class SimulatedDevice(GpuDevice):
                 raise
             if is_waiting:
                 self._queue.appendleft(step)
-                time.sleep(0)
+                time.sleep(_PAUSE)
                 return False
         return True
 
@@ -177,6 +202,10 @@ def _noting(step: Step, spans: list[Span]) -> Step:
         return found
 
     return run
+
+
+def _nothing() -> None:
+    """A mark that the simulation does not need."""
 
 
 def _operand(given: Any) -> Any:

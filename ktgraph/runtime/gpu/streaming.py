@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ktgraph.runtime.flat import Slot
-from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Span, Step
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
 from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
 from ktgraph.runtime.operands import Instruction, WeightUse
 from ktgraph.runtime.packed import LoadedWeights, use_nbytes
@@ -98,9 +98,9 @@ class WeightStream:
         """The step of a copy in the order of ops: behind it the weights are there."""
         return self.device.fetched(self._copies[item.step].fetch)
 
-    def span(self, item: Instruction) -> Span:
-        """When a copy of a timed run began and ended."""
-        return self.device.copied(self._copies[item.step].fetch)
+    def fetch(self, item: Instruction) -> Fetch:
+        """The copy that an instruction is."""
+        return self._copies[item.step].fetch
 
     def after(self, item: Instruction) -> list[Step]:
         """Steps behind an op: buffers that it was the last to read are filled again."""

@@ -14,13 +14,13 @@ from itertools import pairwise
 from ktgraph.runtime.executor import TraceEvent
 from ktgraph.runtime.gpu.device import Model, Span
 from ktgraph.runtime.gpu.parts import AWAIT, Parts
-from ktgraph.runtime.gpu.streaming import WeightStream
 from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
 from ktgraph.runtime.operands import Instruction
 from ktgraph.runtime.plan import PhasePlan, op_line
 from ktgraph.runtime.steps import StepArrays
 
 CPU = "cpu"
+_SIDE = " side"
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,21 @@ class Watch:
         self._works: list[_Work] = []
 
     def gpu(
-        self, items: Sequence[Instruction | None], spans: Sequence[Span], stream: WeightStream
+        self,
+        items: Sequence[Instruction | None],
+        spans: Sequence[Span],
+        beside: Mapping[int, Span],
     ) -> None:
-        """Steps of the GPU; of weights that are streamed, the copy on its own lane."""
-        for item, (begin, end) in zip(items, spans, strict=True):
+        """Steps of the GPU; what runs beside its main stream has a lane of its own."""
+        for item, span in zip(items, spans, strict=True):
             if item is None:
                 continue
-            if item.kernel == STREAM_WEIGHTS:
-                self._works.append(_Work([item], f"{CPU} -> {item.device}", *stream.span(item)))
-            else:
-                self._works.append(_Work([item], item.device, begin, end))
+            if item.step not in beside:
+                self._works.append(_Work([item], item.device, *span))
+                continue
+            is_copy = item.kernel == STREAM_WEIGHTS
+            lane = f"{CPU} -> {item.device}" if is_copy else item.device + _SIDE
+            self._works.append(_Work([item], lane, *beside[item.step]))
 
     def host(self, items: Sequence[Instruction], begin: float, seconds: Sequence[float]) -> None:
         """Instructions that the host ran one after the other."""
@@ -106,7 +111,8 @@ class Watch:
             begin, end = spans[work.items[0].step]
             if work.lane == CPU:
                 begin, end = begin + at, begin + at + work.end - work.begin
-            found.append(_Work(work.items, work.lane, begin, end))
+            lane = work.lane.removesuffix(_SIDE)  # the model's devices have one stream
+            found.append(_Work(work.items, lane, begin, end))
         return found
 
 
