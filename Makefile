@@ -1,4 +1,5 @@
 # make demo | make test | make lint | make format | make sanitize | make clean | make distclean
+# make soak SECONDS=1200 TARGET=simulated: random work for a long time, watched (tests/soak.py)
 # (everything lives in .venv/ and build/)
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,13 +14,15 @@ DEMO_MODEL = examples/models/tiny-deepseek-v2
 DEMO_PROMPT = Once upon a time there lived in a small house near the forest a poor woodcutter who had two children. One morning the elder of them said to his father,
 DEMO = ktgraph run $(DEMO_MODEL) "$(DEMO_PROMPT)" --max-new-tokens 80 --dump ktg_dump --check $(DEMO_MODEL)/reference.json
 PYTEST_ARGS ?= -n auto
+SECONDS ?= 1200
+TARGET ?= simulated
 
 # Random calls of the engine, without Python (tests/cpu_kernels/stress): bits must not depend on threads.
 STRESS_CALLS ?= 100
 SANITIZE_CALLS ?= 10000
 CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
 
-.PHONY: help demo test stress sanitize sanitize-address sanitize-thread lint format clean distclean check-tools
+.PHONY: help demo test soak stress sanitize sanitize-address sanitize-thread lint format clean distclean check-tools
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -28,6 +31,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed stress
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Random prompts, batches, cancellations and truncations: no wrong token, no growth, no hang.
+soak: $(VENV)/.installed
+	$(BIN)/python tests/soak.py --seconds $(SECONDS) --target $(TARGET)
 
 # In the newest build folder of the package, whose kernel objects it shares.
 stress: $(VENV)/.installed

@@ -188,6 +188,13 @@ class Service:
     def busy_seconds(self) -> float:
         """Time spent in the plans of answered requests."""
 
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(mailbox, begin, end) of requests answered since the last call, oldest first.
+
+        Nanoseconds of the steady clock (time.perf_counter_ns on Linux).  At most 1024 are kept, the
+        oldest.  For one caller at a time.
+        """
+
 REPLY_FAILED: int
 
 def packed_nbytes(

@@ -579,7 +579,16 @@ NB_MODULE(_native, m) {
       .def("check", &Service::check)
       .def_prop_ro("running", &Service::running)
       .def_prop_ro("served", &Service::served)
-      .def_prop_ro("busy_seconds", [](const Service& s) { return s.busy_ns() * 1e-9; });
+      .def_prop_ro("busy_seconds", [](const Service& s) { return s.busy_ns() * 1e-9; })
+      .def(
+          "spans",
+          [](Service& s) {
+            std::vector<std::tuple<int, long, long>> out;
+            for (const Span& span : s.take_spans())
+              out.emplace_back(span.box, span.begin_ns, span.end_ns);
+            return out;
+          },
+          "(mailbox, begin, end) of requests answered since the last call, in nanoseconds.");
   m.attr("REPLY_FAILED") = kReplyFailed;
 
   m.def(

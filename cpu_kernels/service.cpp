@@ -23,7 +23,27 @@ void sleep_ns(long ns) {
   nanosleep(&t, nullptr);
 }
 
+long nanoseconds_of(Clock::time_point t) {
+  return std::chrono::nanoseconds(t.time_since_epoch()).count();
+}
+
 }  // namespace
+
+void SpanRing::put(const Span& span) {
+  const unsigned long at = put_.load(std::memory_order_relaxed);
+  if (at - taken_.load(std::memory_order_acquire) == kSize) return;
+  spans_[at % kSize] = span;
+  put_.store(at + 1, std::memory_order_release);
+}
+
+std::vector<Span> SpanRing::take() {
+  const unsigned long end = put_.load(std::memory_order_acquire);
+  std::vector<Span> found;
+  for (unsigned long at = taken_.load(std::memory_order_relaxed); at != end; ++at)
+    found.push_back(spans_[at % kSize]);
+  taken_.store(end, std::memory_order_release);
+  return found;
+}
 
 Service::Service(Engine& engine, long spin_ns)
     : engine_(engine), spin_ns_(spin_ns), pid_(getpid()) {
@@ -87,7 +107,9 @@ void Service::answer(Mailbox& box, uint32_t value) {
   if (!failed) try {
       const Clock::time_point begin = Clock::now();
       run_sized(*box.program, box.sizes);
-      busy_ns_ += std::chrono::nanoseconds(Clock::now() - begin).count();
+      const long begin_ns = nanoseconds_of(begin), end_ns = nanoseconds_of(Clock::now());
+      busy_ns_ += end_ns - begin_ns;
+      spans_.put({int(&box - boxes_.data()), begin_ns, end_ns});
       ++served_;
     } catch (const std::exception& e) {
       std::lock_guard<std::mutex> lock(error_mutex_);

@@ -95,6 +95,10 @@ def _line(op: Op) -> str:
     return print_op(op).split("\n")[0]
 
 
+def _results(op: Op) -> str:
+    return ", ".join(f"%{r.name}" for r in op.results)
+
+
 @dataclass(frozen=True)
 class _Asking:
     module: Module
@@ -107,6 +111,7 @@ class _Asking:
     def op(self, place: _Place) -> list[str]:
         lines = [f"@{place.func.name}{place.layers}", f"  {_line(place.op)}"]
         lines += [f"  {line}" for line in self._where(place)]
+        lines += [f"  {line}" for line in self._handed_over(place)]
         lines += [f"  {line}" for line in self._prices(place)]
         lines += [f"  {line}" for line in self._written(place)]
         lines += [f"  {line}" for line in self._kernels(place.op)]
@@ -126,6 +131,31 @@ class _Asking:
         yield f"runs on {device}{home}"
         if any(isinstance(v.type, StateType) for v in (*op.values, *op.results)):
             yield "it reads or writes the cache, and the cache never moves"
+
+    def _handed_over(self, place: _Place) -> Iterator[str]:
+        """Of an op away from home: how its operands and results cross, and what runs beside."""
+        if place.op.name in CROSSING or op_device(self.module, place.op) == self.module.home:
+            return
+        near = [p for p in self.places if p.func is place.func and p.layers == place.layers]
+        ops = [p.op for p in near]
+        own = {id(r) for r in place.op.results}
+        read = {id(v) for v in place.op.values}
+        posts = [o for o in ops if o.name == "xfer.post" and read & {id(r) for r in o.results}]
+        awaits = [o for o in ops if o.name == "xfer.await" and own & {id(v) for v in o.values}]
+        for op in posts:
+            yield f"its operands come by {op.via or op.name} ({_results(op)})"
+        for op in awaits:
+            yield f"its result goes back by {op.via or op.name} ({_results(op)})"
+        if not posts or not awaits:
+            return
+        between = ops[ops.index(posts[-1]) + 1 : ops.index(awaits[0])]
+        beside = [o for o in between if self._works_at_home(o)]
+        shown = ", ".join(f"{_results(o)} ({o.via or o.name})" for o in beside)
+        yield f"meanwhile {self.module.home} computes {shown or 'nothing'}"
+
+    def _works_at_home(self, op: Op) -> bool:
+        at_home = op_device(self.module, op) == self.module.home
+        return at_home and op.name not in CROSSING and not op_def(op.name).is_view
 
     def _prices(self, place: _Place) -> Iterator[str]:
         """Roofline times on every device, at the phase's typical call."""
@@ -162,7 +192,7 @@ class _Asking:
 
     def _written(self, place: _Place) -> Iterator[str]:
         """What `place` wrote about the op: runner-up, margin on the critical path, reason."""
-        names = ", ".join(f"%{r.name}" for r in place.op.results)
+        names = _results(place.op)
         lines = self.placement.splitlines()
         head = next((x for x in lines if x.startswith("value ")), "")
         wanted = f"@{place.func.name} {names} "
@@ -185,6 +215,8 @@ class _Asking:
             if kernel.name == op.via:
                 continue
             if kernel.device != device.split(":")[0]:
+                if kernel.fallback:
+                    continue  # every op has one on every device
                 yield f"  not {kernel.name}: it is for {kernel.device}"
                 continue
             found = kernel.supports(op, self.module)

@@ -22,7 +22,7 @@ from ktgraph.explain import explain as explain_op
 from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
 from ktgraph.ir.graph import Module
 from ktgraph.ir.types import StateType
-from ktgraph.measured import timeline_events
+from ktgraph.measured import cost_model, timeline_events
 from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
@@ -287,6 +287,7 @@ class Compiled:
             vocabulary=runner.vocabulary,
         )
         self._last: Generation | None = None
+        runner.set_model(cost_model(runner.module, made.target))
 
     @property
     def last(self) -> Generation:
@@ -415,6 +416,8 @@ class Compiled:
 
     def timeline(self, path: str | Path, tokens: int = 32) -> None:
         """Write when each op ran, measured and as predicted, in a prefill and in a decode step.
+
+        Of a simulated GPU, measured is the CPU's share; its own is as long as predicted.
 
         path: *.html is a page with lanes, anything else Chrome's trace format (also for Perfetto).
         tokens: length of the prefill.

@@ -6,7 +6,7 @@ write_chrome_trace(path, predicted_events("decode", cost.predicted))
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -28,6 +28,10 @@ class Event:
     seconds: float
     op: str = ""  # the op's line in the IR
     value: str = ""  # its first result, with the layer: h[3]
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
 
 
 def predicted_events(phase: str, predicted: FlatSchedule) -> list[Event]:
@@ -81,6 +85,62 @@ def write_chrome_trace(path: str | Path, events: Sequence[Event]) -> None:
     Path(path).write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
 
 
+# -- shares ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Shares:
+    """Seconds that the lanes of one phase work; `together`: at least two of them at once."""
+
+    span: float  # from the first start to the last end
+    busy: Mapping[str, float]
+    together: float
+
+    def idle(self, lane: str) -> float:
+        """The share of the span in which a lane does nothing."""
+        return 1.0 - self.busy[lane] / self.span if self.span else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The share of the span in which at least two lanes work at once."""
+        return self.together / self.span if self.span else 0.0
+
+    def text(self) -> str:
+        lanes = [
+            f"{lane} works {seconds * 1e3:.4g} ms, idle {self.idle(lane):.0%}"
+            for lane, seconds in self.busy.items()
+        ]
+        at_once = f"two or more at once {self.together * 1e3:.4g} ms, {self.overlap:.0%}"
+        return "; ".join([*lanes, *([at_once] if len(lanes) > 1 else [])])
+
+
+def lane_shares(events: Sequence[Event]) -> Shares:
+    """Shares of one phase's lanes, in order of first use; what overlaps on a lane counts once."""
+    by_lane: dict[str, list[Event]] = {}
+    for event in events:
+        by_lane.setdefault(event.lane, []).append(event)
+    covered = {
+        lane: _at_least([(e.start, e.end) for e in found], 1) for lane, found in by_lane.items()
+    }
+    busy = {lane: sum(end - start for start, end in c) for lane, c in covered.items()}
+    stretches = [s for found in covered.values() for s in found]
+    together = sum(end - start for start, end in _at_least(stretches, 2))
+    begin = min((e.start for e in events), default=0.0)
+    return Shares(max((e.end for e in events), default=0.0) - begin, busy, together)
+
+
+def _at_least(stretches: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float]]:
+    """Where at least `count` stretches lie over each other."""
+    edges = sorted([(s, 1) for s, _ in stretches] + [(e, -1) for _, e in stretches])
+    found: list[tuple[float, float]] = []
+    depth, since = 0, 0.0
+    for at, change in edges:
+        if depth < count <= depth + change:
+            since = at
+        elif depth + change < count <= depth:
+            found.append((since, at))
+        depth += change
+    return found
+
+
 # -- a page ----------------------------------------------------------------------------------------
 _ROW, _LEFT, _WIDTH = 26, 130, 1200
 _COLORS = {"cpu": "#d97706", "copy": "#9333ea", "gpu": "#2563eb"}
@@ -110,12 +170,13 @@ def lanes_html(title: str, events: Sequence[Event]) -> str:
 
 def _phase_svg(phase: str, events: Sequence[Event]) -> str:
     lanes = list(dict.fromkeys(e.lane for e in events))
-    end = max(e.start + e.seconds for e in events)
+    shares = lane_shares(events)
+    end = max(e.end for e in events)
     height = _ROW * len(lanes) + 4
     bars = [_bar(e, lanes.index(e.lane), end) for e in events]
     names = [
         f'<div style="height:{_ROW}px;line-height:{_ROW}px">{escape(lane)} '
-        f"({sum(e.seconds for e in events if e.lane == lane) / end:.0%})</div>"
+        f"({1 - shares.idle(lane):.0%})</div>"
         for lane in lanes
     ]
     svg = (
@@ -123,7 +184,7 @@ def _phase_svg(phase: str, events: Sequence[Event]) -> str:
         f'style="width:{_WIDTH}px;height:{height}px">{"".join(bars)}</svg>'
     )
     return (
-        f"<h2>@{escape(phase)}: {end * 1e3:.4g} ms</h2>"
+        f"<h2>@{escape(phase)}: {end * 1e3:.4g} ms</h2><p>{escape(shares.text())}</p>"
         f'<div style="display:flex"><div style="flex:0 0 {_LEFT}px">{"".join(names)}</div>'
         f'<div class="lanes" style="flex:1">{svg}</div></div>'
     )
@@ -140,4 +201,12 @@ def _bar(event: Event, row: int, end: float) -> str:
     )
 
 
-__all__ = ["Event", "chrome_trace", "lanes_html", "predicted_events", "write_chrome_trace"]
+__all__ = [
+    "Event",
+    "Shares",
+    "chrome_trace",
+    "lane_shares",
+    "lanes_html",
+    "predicted_events",
+    "write_chrome_trace",
+]

@@ -1,6 +1,7 @@
 """Cost, memory, timelines and explanations of a placed module."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ktgraph.ir.graph import Module
 from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import PassContext
 from ktgraph.target import load_target
-from ktgraph.timeline import lanes_html, predicted_events, write_chrome_trace
+from ktgraph.timeline import Event, lane_shares, lanes_html, predicted_events, write_chrome_trace
 
 TARGET = load_target("rtx4090-24g+xeon")
 
@@ -94,6 +95,20 @@ def test_timelines_have_a_lane_for_each_device(
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+def test_shares_of_lanes() -> None:
+    """0 1 2 3 4 5: a works 0-2 and 1-3, b works 2-4, c works 3-5."""
+    spans = [("a", 0.0, 2.0), ("a", 1.0, 2.0), ("b", 2.0, 2.0), ("c", 3.0, 2.0)]
+    found = lane_shares([Event("k", "op", "p", *span) for span in spans])
+    assert found.span == 5.0
+    assert dict(found.busy) == {"a": 3.0, "b": 2.0, "c": 2.0}
+    assert [found.idle(lane) for lane in "abc"] == pytest.approx([0.4, 0.6, 0.6])
+    assert found.together == 2.0  # a with b, then b with c
+    assert found.text() == (
+        "a works 3000 ms, idle 40%; b works 2000 ms, idle 60%; c works 2000 ms, idle 60%; "
+        "two or more at once 2000 ms, 40%"
+    )
+
+
 def test_explanations(placed: tuple[Module, PassContext]) -> None:
     module, ctx = placed
     name = next(
@@ -103,6 +118,14 @@ def test_explanations(placed: tuple[Module, PassContext]) -> None:
     text = explain(module, name, TARGET, ctx.options, ctx.artifacts["placement.txt"])
     decode = text.split("\n\n")[1]
     assert "  runs on cpu\n" in decode
+    post, back = (
+        next(o for o in module.functions["decode"].walk() if o.name == f"xfer.{kind}")
+        for kind in ("post", "await")
+    )
+    sent = ", ".join(f"%{r.name}" for r in post.results)
+    assert f"  its operands come by xfer.post ({sent})\n" in decode
+    assert f"  its result goes back by xfer.await (%{back.result.name})\n" in decode
+    assert re.search(r"  meanwhile cuda:0 computes %\S+ \(nn\.\w+\)", decode)
     assert "103.8 MFLOP, 99.85 MB: 1.04 FLOP per byte" in decode
     assert "cpu: 462 µs, bound by memory (ridge 157 FLOP per byte), chosen" in decode
     assert "cuda:0 is full" in decode

@@ -1,6 +1,7 @@
 // Mailboxes: a device writes a flag in memory that both sides see, the engine's threads run a plan,
 // and answer by a flag.
 #pragma once
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -25,6 +26,25 @@ struct Mailbox {
   CallSizes sizes;
 };
 
+// When a request was answered: nanoseconds of the steady clock. Written by one thread and taken by
+// another without locks; while the ring is full, further spans are dropped.
+struct Span {
+  int box;
+  long begin_ns, end_ns;
+};
+
+class SpanRing {
+ public:
+  void put(const Span& span);
+  std::vector<Span> take();  // oldest first
+
+ private:
+  static constexpr unsigned long kSize = 1024;  // more than a step has hand-overs
+
+  std::array<Span, kSize> spans_;
+  std::atomic<unsigned long> put_{0}, taken_{0};
+};
+
 // One thread that watches mailboxes and runs their plans as worker 0 of the engine. After `spin_ns`
 // without a request it looks every 20 us, then ever more rarely, down to once a millisecond.
 class Service {
@@ -41,6 +61,7 @@ class Service {
   bool running() const { return thread_.joinable(); }
   long served() const { return served_; }
   long busy_ns() const { return busy_ns_; }  // spent in the plans of answered requests
+  std::vector<Span> take_spans() { return spans_.take(); }  // of one thread at a time
 
  private:
   void watch();
@@ -54,6 +75,7 @@ class Service {
   size_t next_ = 0;  // where the next request is expected
   std::atomic<bool> stop_{false};
   std::atomic<long> served_{0}, busy_ns_{0};
+  SpanRing spans_;
   std::mutex error_mutex_;
   std::string error_;
   std::thread thread_;

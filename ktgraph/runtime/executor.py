@@ -49,6 +49,11 @@ class TraceEvent:
     phase: str
     start: float
     seconds: float
+    lane: str = "cpu"  # a device, or a direction of a link
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
 
 
 Segment = Callable[[CallSizes], None]
@@ -272,7 +277,7 @@ class _BoundPhase:
 
     def run_timed(self, call: CallSizes, trace: list[TraceEvent]) -> None:
         """Run, and append one event for each instruction."""
-        begin = trace[-1].start + trace[-1].seconds if trace else 0.0
+        begin = trace[-1].end if trace else 0.0
         for number, part in enumerate(self.parts):
             seconds = self._timed(number, call)
             for item, spent in zip(part, seconds, strict=True):
@@ -294,17 +299,22 @@ def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:
     rows = [
         {
             "name": e.kernel,
-            "cat": "reference" if e.kernel.startswith("torch.") else "native",
+            "cat": _category(e.kernel),
             "ph": "X",
             "ts": e.start * 1e6,
             "dur": e.seconds * 1e6,
             "pid": 0,
-            "tid": e.phase,
-            "args": {"op": e.op},
+            "tid": e.lane,
+            "args": {"op": e.op, "phase": e.phase},
         }
         for e in events
     ]
     return {"displayTimeUnit": "ms", "traceEvents": rows}
+
+
+def _category(kernel: str) -> str:
+    kinds = {"torch": "reference", "triton": "gpu", "cuda": "copy"}
+    return kinds.get(kernel.partition(".")[0], "native")
 
 
 __all__ = [

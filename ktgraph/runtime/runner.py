@@ -23,7 +23,7 @@ from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
 from ktgraph.runtime.executor import Executor, TraceEvent, chrome_trace
 from ktgraph.runtime.gpu.cuda import CudaDevice
-from ktgraph.runtime.gpu.device import GpuDevice
+from ktgraph.runtime.gpu.device import GpuDevice, Model
 from ktgraph.runtime.gpu.executor import GpuExecutor
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
@@ -250,7 +250,11 @@ class Runner(PagedRunner):
         return chrome_trace(self.measure(requests, logits))
 
     def measure(self, requests: Sequence[Request], logits: Rows = "last") -> list[TraceEvent]:
-        """`forward`, measured: one event for each instruction."""
+        """`forward`, measured: one event for each instruction.
+
+        A hand-over's share of the CPU is one event.  A decode step is measured instruction by
+        instruction, not as the graph that a GPU replays.
+        """
         events: list[TraceEvent] = []
         self.executor.trace = events
         try:
@@ -258,6 +262,12 @@ class Runner(PagedRunner):
         finally:
             self.executor.trace = None
         return events
+
+    def set_model(self, model: Model) -> None:
+        """Give a simulated GPU the times that its share of measured runs has."""
+        executor = self.executor
+        if isinstance(executor, GpuExecutor) and isinstance(executor.device, SimulatedDevice):
+            executor.device.model = model
 
     def _call(self, phase: str, ids: list[int]) -> Tensor:
         return self.executor.call(phase, ids, self._step)

@@ -337,6 +337,37 @@ def test_a_failed_request_poisons_the_reply(tools, counter, failing):
     service.stop()
 
 
+def test_spans_of_answers(tools):
+    lab = tools.Lab(tools.ISAS[0], torch.float32, 2)
+    y, one = torch.zeros(2, 64), torch.ones(2, 64)
+    boxes, service = [Box() for _ in range(3)], tools.native.Service(tools.engine(2, lab.isa))
+    for box in boxes:
+        plan = tools.native.Plan(tools.engine(2, lab.isa))
+        plan.add("cpu.add", [lab.tok(y), lab.tok(one), lab.tok(y)])
+        service.add(plan, **box.arguments)
+    service.start()
+    assert service.spans() == []
+    marks = [time.perf_counter_ns()]
+    for number in (2, 0, 1, 2):
+        boxes[number].ask(len(marks), T=2)
+        boxes[number].wait(len(marks))
+        marks.append(time.perf_counter_ns())
+    spans = service.spans()
+    assert [box for box, _, _ in spans] == [2, 0, 1, 2]
+    for (_, begin, end), asked, seen in zip(spans, marks, marks[1:], strict=False):
+        assert asked < begin < end < seen  # the clock of time.perf_counter
+    assert sum(e - b for _, b, e in spans) == round(service.busy_seconds * 1e9)
+    assert service.spans() == []  # taken
+    for epoch in range(10, 1110):  # more than are kept
+        boxes[0].ask(epoch, T=2)
+        boxes[0].wait(epoch)
+    assert len(service.spans()) == 1024
+    boxes[1].ask(1, T=2)
+    boxes[1].wait(1)
+    assert [box for box, _, _ in service.spans()] == [1]
+    service.stop()
+
+
 def test_sizes_from_the_mailbox_are_checked(tools, counter):
     box = Box()
     service = counter[0].serve(**box.arguments)

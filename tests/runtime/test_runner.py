@@ -212,7 +212,8 @@ def test_timeline_names_every_instruction(pair: Pair) -> None:
     (text,) = prompts(20)
     trace = pair.runner.timeline([(seq, text)])  # two calls of prefill
     events = trace["traceEvents"]
-    (phase,) = {e["tid"] for e in events}
+    (phase,) = {e["args"]["phase"] for e in events}
+    assert {e["tid"] for e in events} == {"cpu"}
     assert len(events) == 2 * len(pair.runner.plan.phase(phase).instructions)
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
     assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)

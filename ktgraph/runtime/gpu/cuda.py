@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
-from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import (
+    Fetch,
+    Fork,
+    GpuDevice,
+    KernelCall,
+    Mailbox,
+    Span,
+    Step,
+)
 from ktgraph.runtime.gpu.driver import (
     DriverError,
     has_stream_memory_operations,
@@ -20,6 +28,7 @@ from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.packed import PackedWeight
 
 _PIN_AT_ONCE = 4 << 30  # bytes
+_HELD_STEPS = 96  # fewer launches than a stream queues, or the host would wait for itself
 REQUEST = 1  # the value of every request: a captured graph always writes the same
 
 
@@ -33,6 +42,8 @@ class CudaDevice(GpuDevice):
         self.side = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # scratch of captured graphs, which never run at the same time
         self._end = torch.cuda.Event()
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero_at = 0.0  # the host's clock when `_zero` was recorded
         if not has_stream_memory_operations():
             raise DriverError(
                 "this CUDA driver has no cuStreamWaitValue32, which hands layers to the CPU inside "
@@ -87,12 +98,14 @@ class CudaDevice(GpuDevice):
         return step
 
     def fork(self, fork: Fork) -> Step:
-        fork.begin, fork.end = torch.cuda.Event(), torch.cuda.Event()
+        fork.begin = torch.cuda.Event()
+        fork.began, fork.end = _marks()
         return lambda: fork.begin.record(self.stream)
 
     def aside(self, fork: Fork, step: Step) -> Step:
         def run() -> None:
             self.side.wait_event(fork.begin)
+            fork.began.record(self.side)
             with torch.cuda.stream(self.side):
                 step()
             fork.end.record(self.side)
@@ -114,11 +127,13 @@ class CudaDevice(GpuDevice):
         return ""
 
     def fetch(self, copy: Fetch, after: Fetch | None) -> Step:
-        copy.ready, copy.free = torch.cuda.Event(), torch.cuda.Event()
+        copy.began, copy.ready = _marks()
+        copy.free = torch.cuda.Event()
 
         def step() -> None:
             if after is not None:
                 self.copies.wait_event(after.free)
+            copy.began.record(self.copies)
             with torch.cuda.stream(self.copies):
                 for source, target in zip(copy.sources, copy.targets, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -134,9 +149,60 @@ class CudaDevice(GpuDevice):
 
     def run(self, steps: Sequence[Step]) -> None:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):
-            for step in steps:
-                step()
-            self._end.record(self.stream)
+            try:
+                for step in steps:
+                    step()
+            except BaseException:
+                self._gather()
+                raise
+            finally:
+                self._end.record(self.stream)
+
+    def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
+        """The stream is held while the first steps queue up: launching them must not show."""
+        marks = [_marks() for _ in steps]
+        gate = self.host(4).view(torch.int32)
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):
+            self._set_zero()
+            gate.fill_(0)
+            wait_value(self.stream.cuda_stream, gate.data_ptr(), 1)
+            self.copies.wait_event(self.stream.record_event())
+            try:
+                for number, (step, (begin, end)) in enumerate(zip(steps, marks, strict=True)):
+                    if number == _HELD_STEPS:
+                        gate.fill_(1)
+                    begin.record(self.stream)
+                    step()
+                    end.record(self.stream)
+            except BaseException:
+                self._gather()
+                raise
+            finally:
+                gate.fill_(1)
+                self._end.record(self.stream)
+
+        def spans(_: torch.Tensor = gate) -> list[Span]:  # the gate lives until the stream passed
+            return [(self._at(begin), self._at(end)) for begin, end in marks]
+
+        return spans
+
+    def _gather(self) -> None:
+        """After an error or Ctrl-C: what was started on other streams ends before the main one."""
+        self.stream.wait_stream(self.side)
+        self.stream.wait_stream(self.copies)
+
+    def _set_zero(self) -> None:
+        self.stream.synchronize()
+        before = time.perf_counter()
+        self._zero.record(self.stream)
+        self._zero.synchronize()
+        self._zero_at = (before + time.perf_counter()) / 2
+
+    def _at(self, mark: torch.cuda.Event) -> float:
+        return self._zero_at + self._zero.elapsed_time(mark) * 1e-3
+
+    def span(self, work: Fetch | Fork) -> Span:
+        return self._at(work.began), self._at(work.ready if isinstance(work, Fetch) else work.end)
 
     def capture(self, steps: Sequence[Step]) -> Step:
         graph = torch.cuda.CUDAGraph()
@@ -153,6 +219,10 @@ class CudaDevice(GpuDevice):
         if not done:
             time.sleep(0)  # lets another thread have this CPU
         return done
+
+
+def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 __all__ = ["REQUEST", "CudaDevice"]

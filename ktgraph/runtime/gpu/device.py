@@ -18,6 +18,11 @@ from ktgraph.ops.registry import KernelDef, OpDef
 from ktgraph.runtime.operands import WeightUse
 
 Step = Callable[[], object]
+Span = tuple[float, float]  # begin and end, in seconds of time.perf_counter
+
+# (phase, new tokens and cached rows of each sequence, measured seconds of ops of the flat order)
+# -> begin and end of every op of the flat order, in seconds from the start of the phase
+Model = Callable[[str, Sequence[int], Sequence[int], Mapping[int, float]], Sequence[Span]]
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,26 @@ class Mailbox:
 class Fetch:
     """One copy of weights from the host, and the events around it.
 
-    ready: the copy has ended; free: its target may be written over.  Devices fill them.
+    began: the copy has begun; ready: it has ended; free: its target may be written over.  Devices
+    fill them.
     """
 
     sources: Sequence[torch.Tensor]
     targets: Sequence[torch.Tensor]
+    began: Any = None
     ready: Any = None
     free: Any = None
 
 
 @dataclass
 class Fork:
-    """Work on the side stream, and the events around it; devices fill them."""
+    """Work on the side stream, and the events around it; devices fill them.
+
+    begin: it may begin; began: it has begun; end: it has ended.
+    """
 
     begin: Any = None
+    began: Any = None
     end: Any = None
 
 
@@ -69,6 +80,7 @@ class GpuDevice(ABC):
     """One GPU with a main stream, on which steps run in order, and a stream for copies."""
 
     torch_device: torch.device
+    model: Model | None = None  # gives times in place of measured ones: of a device without its own
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -135,6 +147,17 @@ class GpuDevice(ABC):
         """Start steps, in order, behind what was started before; does not wait for them."""
 
     @abstractmethod
+    def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
+        """Like `run`, when nothing runs; what it gives reads every step's span once all is done.
+
+        The steps have run before, so that none of them compiles or loads a kernel.
+        """
+
+    @abstractmethod
+    def span(self, work: Fetch | Fork) -> Span:
+        """When work beside the main stream, started by `timed`, began and ended."""
+
+    @abstractmethod
     def capture(self, steps: Sequence[Step]) -> Step:
         """One step that does all of them again whenever it is run."""
 
@@ -152,4 +175,4 @@ class GpuDevice(ABC):
         return True
 
 
-__all__ = ["GpuDevice", "KernelCall", "Mailbox", "Step"]
+__all__ = ["Fetch", "Fork", "GpuDevice", "KernelCall", "Mailbox", "Model", "Span", "Step"]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,11 +26,12 @@ from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
-from ktgraph.runtime.gpu.device import Fork, GpuDevice, KernelCall, Step
+from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
 from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
+from ktgraph.runtime.gpu.watch import Watch
 from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import Addresses, native_operand, native_state
@@ -48,11 +49,21 @@ _PATIENCE = 60.0  # seconds until a step that does not end is given up
 
 @dataclass
 class _Made:
-    """The steps of one part at one size; `graph` replays them."""
+    """The steps of one part at one size; `graph` replays them.
 
-    steps: list[Step]
+    items: the instruction that each step is; None for uploads and the handling of buffers.
+    beside: what runs on another stream, by the flat position of its op.
+    """
+
+    steps: list[Step] = field(default_factory=list[Step])
+    items: list[Instruction | None] = field(default_factory=list[Instruction | None])
+    beside: dict[int, Fetch | Fork] = field(default_factory=dict[int, Fetch | Fork])
     runs: int = 0
     graph: Step | None = None
+
+    def add(self, steps: Sequence[Step], item: Instruction | None = None) -> None:
+        self.steps += steps
+        self.items += [item] * len(steps)
 
 
 class GpuExecutor:
@@ -95,6 +106,7 @@ class GpuExecutor:
             bound = _BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
+        self._is_settled = True
         self.mailboxes.start()
 
     def _most(self) -> Sizes:
@@ -116,12 +128,29 @@ class GpuExecutor:
 
         Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
         """
+        self._settle()
+        self._is_settled = False
         self._inputs.set(ids, step)
         self.mailboxes.set_sizes(step.tokens, step.rows)
-        return self._phases[phase].run(step)
+        found = self._phases[phase].run(step)
+        self._is_settled = True
+        return found
+
+    def _settle(self) -> None:
+        """Let a call that was interrupted (Ctrl-C) end: it still reads inputs and mailboxes."""
+        if not self._is_settled:
+            self.device.finish(lambda: None, _PATIENCE)
+            self.recover()
+            self._is_settled = True
+
+    def recover(self) -> None:
+        """Let the stream run to its end, and make the mailboxes usable again."""
+        self.device.finish(self.mailboxes.release, _PATIENCE)
+        self.mailboxes.reset()
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        self._settle()
         self.mailboxes.close()
 
     # -- where things lie ---------------------------------------------------------------------
@@ -189,7 +218,7 @@ class _BoundPhase:
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
-        self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._answer: torch.Tensor | None = None  # the host's copy of the logits, [rows, VOC]
 
     def _native_plan(self, items: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native
@@ -220,20 +249,67 @@ class _BoundPhase:
         sizes = Sizes(step.tokens, step.rows, step.sequences)
         max_new, max_kv = self._bounds(step)
         made = self._steps(sizes, max_new, max_kv)
+        if self.executor.trace is None:
+            self._run_parts(made, step)
+        else:
+            self._run_timed(made, step, self.executor.trace)
+        logits = self.executor.tensor(self.phase, self._logits, {"T": step.tokens, "O": step.rows})
+        answer = self._room_for(logits)
+        self.device.run([self.device.copy(logits, answer)])
+        self._finish()
+        return logits_as_f32(answer)
+
+    def _run_parts(self, made: list[_Made], step: StepArrays) -> None:
         for place, part in enumerate(self.parts.order):
             if part.kind == "gpu":
                 self._start(made[place], part)
                 continue
             self._finish()
-            for number in part.awaits:
-                self._wait_for_box(self.first_box + number)
+            self._wait_for_boxes(part)
             if part.kind == "native":
                 self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
             else:
                 self._run_on_host(part.items[0], step)
-        self.device.run([self._take_logits(sizes)])
+
+    def _run_timed(self, made: list[_Made], step: StepArrays, trace: list[TraceEvent]) -> None:
+        """Run step by step, and append one event for each instruction.
+
+        What never ran at this size runs once before: its kernels are compiled then.
+        """
+        if any(m.steps and m.runs == 0 for m in made):
+            self._run_parts(made, step)
+            self._finish()
+        self.executor.mailboxes.spans()  # those of earlier runs
+        watch = Watch(self.phase, self.parts, self.first_box)
+        for place, part in enumerate(self.parts.order):
+            if part.kind == "gpu":
+                watch.gpu(made[place].items, *self._timed_steps(made[place]))
+                continue
+            self._wait_for_boxes(part)
+            begin = time.perf_counter()
+            watch.host(part.items, begin, self._timed_on_host(place, part, step))
+        watch.answers(self.executor.mailboxes.spans())
+        trace += watch.events(step, self.device.model, trace)
+
+    def _timed_steps(self, made: _Made) -> tuple[list[Span], dict[int, Span]]:
+        """Spans of the steps, and of what ran beside them."""
+        try:
+            read = self.device.timed(made.steps)
+        except ExecutionError:
+            self.executor.recover()
+            raise
         self._finish()
-        return logits_as_f32(self._answers[sizes][1])
+        beside = {step: self.device.span(work) for step, work in made.beside.items()}
+        return read(), beside
+
+    def _timed_on_host(self, place: int, part: Part, step: StepArrays) -> list[float]:
+        """Seconds of every instruction."""
+        if part.kind == "native":
+            plan = self._plans[place]
+            return plan.run_timed(step.tokens, step.rows, self._native_batch(step))
+        begin = time.perf_counter()
+        self._run_on_host(part.items[0], step)
+        return [time.perf_counter() - begin]
 
     def _bounds(self, step: StepArrays) -> tuple[int, int]:
         """Most new tokens and rows of a sequence: of any call when it may be captured."""
@@ -249,32 +325,37 @@ class _BoundPhase:
             batch = self.executor.inputs.batch(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
-            made = [_Made(self._part_steps(p, sizes, batch)) for p in self.parts.order]
+            made = [self._made_part(p, sizes, batch) for p in self.parts.order]
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
 
-    def _part_steps(self, part: Part, sizes: Sizes, batch: Any) -> list[Step]:
+    def _made_part(self, part: Part, sizes: Sizes, batch: Any) -> _Made:
+        made = _Made()
         if part.kind != "gpu":
-            return []
-        is_first = part is self.parts.order[0]
-        steps = [self.executor.inputs.upload, *self._stream.begin()] if is_first else []
+            return made
+        if part is self.parts.order[0]:
+            made.add([self.executor.inputs.upload, *self._stream.begin()])
         forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
         begins = {s.after: f for s, f in forks.items()}
         asides = {s.step: f for s, f in forks.items()}
         ends = {s.before: f for s, f in forks.items()}
+        made.beside |= asides
         for item in part.items:
             if item.step in ends:
-                steps.append(self.device.join(ends.pop(item.step)))
-            made = self._step(item, sizes, batch)
+                made.add([self.device.join(ends.pop(item.step))])
+            step = self._step(item, sizes, batch)
             if item.step in asides:
-                made = self.device.aside(asides[item.step], made)
-            steps += [made, *self._stream.after(item)]
+                step = self.device.aside(asides[item.step], step)
+            if item.kernel == STREAM_WEIGHTS:
+                made.beside[item.step] = self._stream.fetch(item)
+            made.add([step], item)
+            made.add(self._stream.after(item))
             if item.step in begins:
-                steps.append(self.device.fork(begins.pop(item.step)))
-        return steps
+                made.add([self.device.fork(begins.pop(item.step))])
+        return made
 
     def _is_whole(self, side: Side, part: Part) -> bool:
         """Whether fork, work and join are all in the part."""
@@ -290,7 +371,7 @@ class _BoundPhase:
         try:
             self.device.run(made.steps if made.graph is None else [made.graph])
         except ExecutionError:
-            self._recover()
+            self.executor.recover()
             raise
 
     def _finish(self) -> None:
@@ -298,16 +379,20 @@ class _BoundPhase:
         mailboxes = self.executor.mailboxes
         try:
             ended = self.device.finish(mailboxes.check, _PATIENCE)
+            mailboxes.check()
         except RuntimeError as error:
-            self._recover()
+            self.executor.recover()
             raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
         if not ended:
-            self._recover()
+            self.executor.recover()
             raise ExecutionError(
                 f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
             )
-        mailboxes.check()
+
+    def _wait_for_boxes(self, part: Part) -> None:
+        for number in part.awaits:
+            self._wait_for_box(self.first_box + number)
 
     def _wait_for_box(self, number: int) -> None:
         """The host itself takes an answer, where it and not the GPU reads the result."""
@@ -316,22 +401,15 @@ class _BoundPhase:
         while not mailboxes.take(number):
             mailboxes.check()
             if time.perf_counter() > end:
-                self._recover()
+                self.executor.recover()
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
 
-    def _recover(self) -> None:
-        """Let the stream run to its end, and make the mailboxes usable again."""
-        mailboxes = self.executor.mailboxes
-        self.device.finish(mailboxes.release, _PATIENCE)
-        mailboxes.reset()
-
-    def _take_logits(self, sizes: Sizes) -> Step:
-        if sizes not in self._answers:
-            bound = {"T": sizes.tokens, "O": sizes.rows}
-            logits = self.executor.tensor(self.phase, self._logits, bound)
-            host = self.device.host(logits.nbytes).view(logits.dtype).view(logits.shape)
-            self._answers[sizes] = (logits, host)
-        return self.device.copy(*self._answers[sizes])
+    def _room_for(self, logits: torch.Tensor) -> torch.Tensor:
+        """Host memory of the same shape, of the largest call so far."""
+        if self._answer is None or self._answer.shape[0] < logits.shape[0]:
+            host = self.device.host(logits.nbytes)
+            self._answer = host.view(logits.dtype).view(logits.shape)
+        return self._answer[: logits.shape[0]]
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:

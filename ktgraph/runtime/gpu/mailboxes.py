@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ktgraph.cpu_kernels import load_native
-from ktgraph.runtime.gpu.device import GpuDevice, Mailbox
+from ktgraph.runtime.gpu.device import GpuDevice, Mailbox, Span
 
 _LINE = 64  # bytes: every word has a cache line of its own
 _SPIN_US = (
@@ -62,6 +62,13 @@ class Mailboxes:
         """Raises RuntimeError with the first failure of the CPU's work."""
         if self._service is not None:
             self._service.check()
+
+    def spans(self) -> dict[int, Span]:
+        """When each mailbox that was answered since the last call was last answered."""
+        if self._service is None:
+            return {}
+        # the engine's steady clock is the clock of time.perf_counter
+        return {number: (b * 1e-9, e * 1e-9) for number, b, e in self._service.spans()}
 
     def release(self) -> None:
         """Answer every request as failed, so that a stream that waits goes on."""

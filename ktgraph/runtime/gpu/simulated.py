@@ -2,14 +2,15 @@
 
 Nothing that is started runs before the host waits: a host that reads a result too early sees what
 was there before, and one that changes an input too early changes what the kernels see.  Hand-overs
-go through the engine's real mailboxes.  Device memory begins as NaN, as poison.
+go through the engine's real mailboxes.  Device memory begins as NaN, as poison.  Spans are those of
+the references, on this CPU: measured timelines take the GPU's share from `model` instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -18,11 +19,20 @@ import torch
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.executor import ExecutionError
-from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Mailbox, Step
+from ktgraph.runtime.gpu.device import (
+    Fetch,
+    Fork,
+    GpuDevice,
+    KernelCall,
+    Mailbox,
+    Span,
+    Step,
+)
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 
 _REQUEST = 1
+_PAUSE = 50e-6  # seconds; the thread that answers may need this CPU
 _POISON = 0xFF  # bytes of NaN in every float format, and of -1 in integers
 
 
@@ -111,7 +121,12 @@ class SimulatedDevice(GpuDevice):
         return _nothing
 
     def join(self, fork: Fork) -> Step:
-        return lambda: fork.begin()
+        def step() -> None:
+            fork.began = time.perf_counter()
+            fork.begin()
+            fork.end = time.perf_counter()
+
+        return step
 
     def pin(self, memory: torch.Tensor) -> str:
         return ""
@@ -120,7 +135,7 @@ class SimulatedDevice(GpuDevice):
         def step() -> None:
             if after is not None and not after.free:
                 raise ExecutionError("a copy of weights begins before its buffer was released")
-            copy.ready = copy.free = False
+            copy.began = copy.ready = copy.free = None
             for target in copy.targets:
                 target.fill_(_POISON)
             self._copies.append(copy)
@@ -131,9 +146,10 @@ class SimulatedDevice(GpuDevice):
         def step() -> None:
             while not copy.ready:
                 done = self._copies.popleft()
+                begin = time.perf_counter()
                 for source, target in zip(done.sources, done.targets, strict=True):
                     target.copy_(source)
-                done.ready = True
+                done.began, done.ready = begin, time.perf_counter()
 
         return step
 
@@ -146,6 +162,14 @@ class SimulatedDevice(GpuDevice):
     def run(self, steps: Sequence[Step]) -> None:
         self._queue.extend(steps)
 
+    def timed(self, steps: Sequence[Step]) -> Callable[[], list[Span]]:
+        spans: list[Span] = []
+        self.run([_noting(step, spans) for step in steps])
+        return lambda: spans
+
+    def span(self, work: Fetch | Fork) -> Span:
+        return work.began, work.ready if isinstance(work, Fetch) else work.end
+
     def capture(self, steps: Sequence[Step]) -> Step:
         kept = tuple(steps)
         return lambda: self._queue.extendleft(reversed(kept))
@@ -154,11 +178,30 @@ class SimulatedDevice(GpuDevice):
         """Works off the queue up to a step that must wait."""
         while self._queue:
             step = self._queue.popleft()
-            if step() is False:
+            try:
+                is_waiting = step() is False
+            except KeyboardInterrupt:  # of the host; a GPU goes on
                 self._queue.appendleft(step)
-                time.sleep(0)
+                raise
+            if is_waiting:
+                self._queue.appendleft(step)
+                time.sleep(_PAUSE)
                 return False
         return True
+
+
+def _noting(step: Step, spans: list[Span]) -> Step:
+    """The step, which notes its span once it is done; it may be tried several times."""
+    begins: list[float] = []
+
+    def run() -> object:
+        begins.append(time.perf_counter())
+        found = step()
+        if found is not False:
+            spans.append((begins[0], time.perf_counter()))
+        return found
+
+    return run
 
 
 def _nothing() -> None:

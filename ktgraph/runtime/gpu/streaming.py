@@ -98,6 +98,10 @@ class WeightStream:
         """The step of a copy in the order of ops: behind it the weights are there."""
         return self.device.fetched(self._copies[item.step].fetch)
 
+    def fetch(self, item: Instruction) -> Fetch:
+        """The copy that an instruction is."""
+        return self._copies[item.step].fetch
+
     def after(self, item: Instruction) -> list[Step]:
         """Steps behind an op: buffers that it was the last to read are filled again."""
         found: list[Step] = []
