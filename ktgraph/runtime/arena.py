@@ -116,11 +116,6 @@ def plan_arena(module: Module, func: Function, sizes: PhaseSizes) -> Arena:
     return Arena(sizes, totals.pop(home), placed, lives.owner, totals)
 
 
-def is_value(type: Type) -> bool:
-    """Whether values of the type lie in an arena: plain tensors; streamed weights have buffers."""
-    return isinstance(type, TensorType) and type.encoding is None
-
-
 def slot_nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
     """Bytes of a storage at the sizes given."""
     assert isinstance(slot.type, TensorType)
@@ -163,12 +158,12 @@ class _Lives:
     def _keep_until_answered(self, flat: FlatFunction, last: dict[str, int]) -> None:
         """What an op away from home reads lives as long as what it makes."""
         for step in reversed(flat.ops):
-            made = [r for r in step.results if is_value(r.type)]
+            made = [r for r in step.results if self.layouts.is_value(r)]
             if not any(self._is_away(r.type) for r in made):
                 continue
             end = max(last.get(self.layouts.view(r).root.name, -1) for r in made)
             for slot in step.slots:
-                if self._is_away(slot.type) and is_value(slot.type):
+                if self._is_away(slot.type) and self.layouts.is_value(slot):
                     root = self.layouts.view(slot).root.name
                     last[root] = max(last[root], end)
 
@@ -176,7 +171,7 @@ class _Lives:
         return (type.device or self.home) != self.home
 
     def _begin(self, slot: Slot, position: int, last: Mapping[str, int]) -> None:
-        if is_value(slot.type):
+        if self.layouts.is_value(slot):
             self.slots[slot.name] = slot
             self.span[slot.name] = (position, last.get(slot.name, position))
 
@@ -349,7 +344,6 @@ __all__ = [
     "Place",
     "PlanError",
     "arena_attrs",
-    "is_value",
     "max_q",
     "phase_sizes",
     "plan_arena",

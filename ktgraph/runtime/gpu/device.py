@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,11 @@ class GpuDevice(ABC):
                 return False
             look()
         return True
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        """After a failure: let nothing that was started be under way; its results are void."""
+        with suppress(RuntimeError):  # what failed fails again
+            self.finish(look, patience)
 
 
 __all__ = ["GpuDevice", "KernelCall", "Mailbox", "Step"]

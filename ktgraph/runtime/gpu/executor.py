@@ -21,7 +21,6 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.runtime.arena import is_value
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
@@ -75,6 +74,8 @@ class GpuExecutor:
         self.shape = shape
         self.capture = capture
         self.trace: list[TraceEvent] | None = None
+        self._is_closed = False
+        self._is_under_way = False
         self.arenas = {
             plan.home: device.empty(plan.arena_nbytes(plan.home) + 256),
             "cpu": device.host(plan.arena_nbytes("cpu") + 256),
@@ -115,13 +116,31 @@ class GpuExecutor:
 
         Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
         """
-        self._inputs.set(ids, step)
-        self.mailboxes.set_sizes(step.tokens, step.rows)
-        return self._phases[phase].run(step)
+        if self._is_closed:
+            raise ExecutionError("this executor was closed: load the plan again")
+        if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
+            self._recover()
+        self._is_under_way = True
+        try:
+            self._inputs.set(ids, step)
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            found = self._phases[phase].run(step)
+        except BaseException:  # Ctrl-C too
+            self._recover()
+            raise
+        self._is_under_way = False
+        return found
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        self._is_closed = True
         self.mailboxes.close()
+
+    def _recover(self) -> None:
+        """After a failure: nothing is under way any more, and the mailboxes are as new."""
+        self.device.drain(self.mailboxes.release, _PATIENCE)
+        self.mailboxes.reset()
+        self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------
     def arena(self, device: str | None) -> torch.Tensor:
@@ -187,7 +206,8 @@ class _BoundPhase:
         self._logits = self._logits_ref()
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
-        self._answers: dict[Sizes, tuple[torch.Tensor, torch.Tensor]] = {}
+        most = phase.arena.sizes
+        self._answer = self.device.host(self._logits_at(most.tokens, most.rows).nbytes)
 
     def _native_plan(self, items: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native
@@ -229,9 +249,11 @@ class _BoundPhase:
                 self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
             else:
                 self._run_on_host(part.items[0], step)
-        self.device.run([self._take_logits(sizes)])
+        logits = self._logits_at(step.tokens, step.rows)
+        answer = self._answer[: logits.nbytes].view(logits.dtype).view(logits.shape)
+        self.device.run([self.device.copy(logits, answer)])
         self._finish()
-        return logits_as_f32(self._answers[sizes][1])
+        return logits_as_f32(answer)
 
     def _bounds(self, step: StepArrays) -> tuple[int, int]:
         """Most new tokens and rows of a sequence: of any call when it may be captured."""
@@ -269,51 +291,42 @@ class _BoundPhase:
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
         made.runs += 1
-        try:
-            self.device.run(made.steps if made.graph is None else [made.graph])
-        except ExecutionError:
-            self._recover()
-            raise
+        self.device.run(made.steps if made.graph is None else [made.graph])
 
     def _finish(self) -> None:
         """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
-        mailboxes = self.executor.mailboxes
         try:
-            ended = self.device.finish(mailboxes.check, _PATIENCE)
+            ended = self.device.finish(self._check, _PATIENCE)
+        except ExecutionError:
+            raise
         except RuntimeError as error:
-            self._recover()
-            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
+            raise ExecutionError(f"the GPU's share of @{self.phase.name}: {error}") from error
         if not ended:
-            self._recover()
             raise ExecutionError(
                 f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
             )
-        mailboxes.check()
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ExecutionError with the first failure of the CPU's work."""
+        try:
+            self.executor.mailboxes.check()
+        except RuntimeError as error:
+            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
 
     def _wait_for_box(self, number: int) -> None:
         """The host itself takes an answer, where it and not the GPU reads the result."""
-        mailboxes = self.executor.mailboxes
         end = time.perf_counter() + _PATIENCE
-        while not mailboxes.take(number):
-            mailboxes.check()
+        while not self.executor.mailboxes.take(number):
+            self._check()
             if time.perf_counter() > end:
-                self._recover()
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
+        self._check()
 
-    def _recover(self) -> None:
-        """Let the stream run to its end, and make the mailboxes usable again."""
-        mailboxes = self.executor.mailboxes
-        self.device.finish(mailboxes.release, _PATIENCE)
-        mailboxes.reset()
-
-    def _take_logits(self, sizes: Sizes) -> Step:
-        if sizes not in self._answers:
-            bound = {"T": sizes.tokens, "O": sizes.rows}
-            logits = self.executor.tensor(self.phase, self._logits, bound)
-            host = self.device.host(logits.nbytes).view(logits.dtype).view(logits.shape)
-            self._answers[sizes] = (logits, host)
-        return self.device.copy(*self._answers[sizes])
+    def _logits_at(self, tokens: int, rows: int) -> torch.Tensor:
+        bound = {"T": tokens, "O": rows}
+        return self.executor.tensor(self.phase, self._logits, bound)
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
@@ -363,11 +376,9 @@ class _BoundPhase:
         if ref is None:
             return None
         if isinstance(ref, TensorRef):
-            is_weight = not is_value(ref.view.root.type)
-            tensor = self.executor.tensor
-            return (
-                self._stream.value(ref.view.root) if is_weight else tensor(self.phase, ref, sizes)
-            )
+            if not self.phase.layouts.is_value(ref.view.root):
+                return self._stream.value(ref.view.root)
+            return self.executor.tensor(self.phase, ref, sizes)
         if isinstance(ref, WeightUse):
             return self.executor.weights.on_gpu(ref, self.device.weight)
         if isinstance(ref, StateUse):

@@ -50,7 +50,10 @@ class Parts:
 
 
 def cut(phase: PhasePlan) -> Parts:
-    """Cut a phase; raises PlanError for a mailbox whose work is not native."""
+    """Cut a phase; raises PlanError for a mailbox whose work is not native.
+
+    Also for an op that the host runs on weights which were streamed to the GPU.
+    """
     return _Cutting(phase).run()
 
 
@@ -59,7 +62,7 @@ class _Cutting:
 
     def __init__(self, phase: PhasePlan) -> None:
         self.phase = phase
-        self.found = Parts([], [], {})
+        self.found = Parts([Part("gpu")], [], {})  # the first part brings the inputs there
         self.holder: dict[str, int] = {}  # storage on the CPU -> the mailbox that fills it
         self.answered: set[int] = set()  # mailboxes that somebody has waited for
 
@@ -92,6 +95,7 @@ class _Cutting:
 
     def _on_host(self, item: Instruction) -> None:
         """In a mailbox when it reads nothing of the host's but what the mailbox holds."""
+        _check_no_streamed(self.phase, item)
         read = self._roots(s for s in self.phase.step(item).slots if s.type.device == "cpu")
         boxes = self._boxes(item)
         inside = boxes and all(r in self.holder for r in read) and not boxes & self.answered
@@ -117,6 +121,15 @@ class _Cutting:
     def _roots(self, slots: Iterable[Slot]) -> list[str]:
         tensors = [s for s in slots if isinstance(s.type, TensorType)]
         return [self.phase.layouts.view(s).root.name for s in tensors]
+
+
+def _check_no_streamed(phase: PhasePlan, item: Instruction) -> None:
+    if any(s.name in phase.layouts.streamed for s in phase.step(item).slots):
+        raise PlanError(
+            f"{item.kernel} runs on the host, and its weights are streamed to the GPU: no GPU "
+            "kernel takes them as they are stored. Place the op on the CPU, or change the "
+            f"quantization policy\n  in: {op_line(phase, item)}"
+        )
 
 
 def _check_native(phase: PhasePlan, item: Instruction) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -148,6 +148,10 @@ class SimulatedDevice(GpuDevice):
                 time.sleep(0)
                 return False
         return True
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        self._queue.clear()
+        self._copies.clear()
 
 
 def _operand(given: Any) -> Any:

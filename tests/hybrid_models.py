@@ -1,0 +1,134 @@
+"""Small models placed on a simulated GPU and this CPU, and runners for them.
+
+Where experts go is forced by rules; the prices of a toy machine decide the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lowered_models
+import small_models
+import torch
+from lowered_models import Pair
+from placed_models import FRONT, HYBRID, small_target
+
+from ktgraph.ir.graph import Module
+from ktgraph.ir.parser import parse_module
+from ktgraph.pass_api import CompileOptions, PassContext
+from ktgraph.pipeline import Pipeline
+from ktgraph.runtime.cache import allocate_states
+from ktgraph.runtime.gpu.executor import GpuExecutor
+from ktgraph.runtime.gpu.simulated import SimulatedDevice
+from ktgraph.runtime.packed import load_weights
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.runner import InterpreterRunner, Runner, fit_cache
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import RandomSource
+
+OPTIONS = replace(lowered_models.OPTIONS, activations="f32")
+PIPELINE = f"{FRONT},{HYBRID},pack-weights,plan-memory,lower"
+_ALWAYS = "- match: {{class: moe.grouped_mlp}}\n  replace: {{device: {0}}}\n"
+_PREFILL = "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
+EXPERTS: Mapping[str, str] = {
+    "resident": _ALWAYS.format("cuda:0"),
+    "cpu": _ALWAYS.format("cpu"),
+    "streamed": _ALWAYS.format("stream"),
+    "streamed prefill": _PREFILL + _ALWAYS.format("cpu"),
+}
+
+
+def gqa_layers(layers: int) -> Module:
+    """The model gqa_moe with another number of layers, each with experts."""
+    text = str(small_models.gqa_moe())
+    text = re.sub(r"i in 0\.\.1\b", f"i in 0..{layers - 1}", text)
+    return parse_module(
+        text.replace("(2 x f32[C, G, A], 2 x", f"({layers} x f32[C, G, A], {layers} x")
+    )
+
+
+def place(
+    module: Module,
+    experts: str,
+    pipeline: str = PIPELINE,
+    options: CompileOptions = OPTIONS,
+    gpu_memory: int = 4 << 30,
+) -> PassContext:
+    """Run a pipeline on the module, in place, for a simulated GPU with experts where asked."""
+    target = small_target(gpu_memory, kind="simulated")
+    with TemporaryDirectory() as folder:
+        rules = Path(folder) / "rules.yaml"
+        rules.write_text(EXPERTS[experts], encoding="utf-8")
+        context = PassContext(target, RandomSource(module), replace(options, rules=str(rules)))
+        for step in Pipeline.of(pipeline).steps:
+            step.instance.run(module, context)
+    return context
+
+
+def plan_of(model: Module | str, experts: str, **options: Any) -> Plan:
+    """A plan of a small model."""
+    module = lowered_models.MODELS[model]() if isinstance(model, str) else model
+    place(module, experts, options=replace(OPTIONS, **options))
+    return Plan.build(module)
+
+
+@dataclass
+class Hybrid(Pair):
+    """A pair whose runner is hybrid; closing it stops its threads."""
+
+    placed: PassContext = field(default_factory=PassContext)
+
+    @property
+    def executor(self) -> GpuExecutor:
+        found = self.runner.executor
+        assert isinstance(found, GpuExecutor)
+        return found
+
+
+def bind(
+    module: Module, options: CompileOptions, device: SimulatedDevice | None = None, **more: Any
+) -> Runner:
+    """A runner of a lowered hybrid module with random weights."""
+    plan = Plan.build(module)
+    shape = fit_cache(plan, options, 2)
+    evaluator = WeightEvaluator(module, RandomSource(module), cache_nbytes=0)
+    weights = load_weights(plan.uses(), evaluator, 2, gpu=torch.device("cpu"))
+    places = {"cpu": torch.device("cpu"), plan.home: torch.device("cpu")}
+    states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
+    return Runner(GpuExecutor(plan, device or SimulatedDevice(), weights, states, shape, 2, **more))
+
+
+def make_hybrid(
+    model: Module | str,
+    experts: str,
+    *,
+    capture: bool = True,
+    pipeline: str = PIPELINE,
+    **options: Any,
+) -> Hybrid:
+    """A small model on the simulated GPU, beside the interpreter on the same lowered module."""
+    chosen = replace(OPTIONS, **options)
+    module = lowered_models.MODELS[model]() if isinstance(model, str) else model
+    source = RandomSource(module)
+    placed = place(module, experts, pipeline, chosen)
+    reference = InterpreterRunner(module, WeightEvaluator(module, source), chosen)
+    runner = bind(module, chosen, capture=capture)
+    return Hybrid(runner, reference, source, chosen, placed=placed)
+
+
+__all__ = [
+    "EXPERTS",
+    "OPTIONS",
+    "PIPELINE",
+    "Hybrid",
+    "bind",
+    "gqa_layers",
+    "make_hybrid",
+    "place",
+    "plan_of",
+]
