@@ -52,6 +52,34 @@ def gqa_layers(layers: int) -> Module:
     )
 
 
+_SECOND = """\
+  %l1.ids2, %l1.wts2 = moe.route %l1.h.1, @layers[1].mlp.gate2 {top_k = K} : i32[T, K], f32[T, K]
+  %l1.routed2 = moe.experts %l1.h.1, %l1.ids2, %l1.wts2, @layers[1].mlp.experts.gate_up_proj, \
+@layers[1].mlp.experts.down_proj : f32[T, D]
+  %l1.both = tensor.add %l1.routed, %l1.routed2 : f32[T, D]
+  %l1.mlp = tensor.add %l1.both, %l1.shared : f32[T, D]"""
+
+
+def two_groups() -> Module:
+    """The model mla_moe with a second choice of experts for each token: two answers at once."""
+    text = str(small_models.mla_moe())
+    gate = re.search(r"weight @layers\[1\]\.mlp\.gate :.*\n", text)
+    assert gate is not None
+    twin = gate[0].replace("mlp.gate", "mlp.gate2")
+    text = text.replace(gate[0], gate[0] + twin)
+    return parse_module(re.sub(r"  %l1\.mlp = .*", _SECOND.replace("\\", r"\\"), text))
+
+
+def move_behind(module: Module, moved: str, anchor: str) -> None:
+    """In every function, move the op that makes %moved right behind the one that makes %anchor."""
+    for func in module.functions.values():
+        ops = func.body.ops
+        op = next(o for o in ops if any(r.name == moved for r in o.results))
+        ops.remove(op)
+        place = next(n for n, o in enumerate(ops) if any(r.name == anchor for r in o.results))
+        ops.insert(place + 1, op)
+
+
 def place(
     module: Module,
     experts: str,
@@ -59,11 +87,14 @@ def place(
     options: CompileOptions = OPTIONS,
     gpu_memory: int = 4 << 30,
 ) -> PassContext:
-    """Run a pipeline on the module, in place, for a simulated GPU with experts where asked."""
+    """Run a pipeline on the module, in place, for a simulated GPU.
+
+    experts: a key of EXPERTS, or rules.
+    """
     target = small_target(gpu_memory, kind="simulated")
     with TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.yaml"
-        rules.write_text(EXPERTS[experts], encoding="utf-8")
+        rules.write_text(EXPERTS.get(experts, experts), encoding="utf-8")
         context = PassContext(target, RandomSource(module), replace(options, rules=str(rules)))
         for step in Pipeline.of(pipeline).steps:
             step.instance.run(module, context)
@@ -121,14 +152,4 @@ def make_hybrid(
     return Hybrid(runner, reference, source, chosen, placed=placed)
 
 
-__all__ = [
-    "EXPERTS",
-    "OPTIONS",
-    "PIPELINE",
-    "Hybrid",
-    "bind",
-    "gqa_layers",
-    "make_hybrid",
-    "place",
-    "plan_of",
-]
+__all__ = ["EXPERTS", "OPTIONS", "PIPELINE", "Hybrid", "bind", "gqa_layers", "make_hybrid", "move_behind", "place", "plan_of", "two_groups"]

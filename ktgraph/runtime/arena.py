@@ -1,8 +1,8 @@
 """Where values lie in the arena: offsets from liveness over the flat order of ops.
 
 Storages that are never live together share bytes; an elementwise op writes over its dying operand.
-Each device has an arena of its own.  What the host computes for the GPU lives until its answer is
-taken home: the GPU does not wait for the host before that.
+Each device has an arena of its own.  What the host computes for the GPU lives from the post on and
+until its answer is taken home: in between the GPU does not wait for the host.
 The plan is written as function attributes, so a dump shows it and `read_arena` reads it back.
 """
 
@@ -182,7 +182,21 @@ class _Lives:
                 self.owner[result.name] = over
                 self.span[over] = (self.span[over][0], last.get(result.name, position))
                 return
-            self._begin(result, position, last)
+            self._begin(result, self._posted(step, position, result), last)
+
+    def _posted(self, step: FlatOp, position: int, result: Slot) -> int:
+        """An op away from home may start as soon as its operands are there."""
+        if not self._is_away(result.type):
+            return position
+        storages = [self._storage(s) for s in step.slots if self.layouts.is_value(s)]
+        return min([position, *(self.span[s][0] for s in storages if self._is_away_storage(s))])
+
+    def _storage(self, slot: Slot) -> str:
+        root = self.layouts.view(slot).root.name
+        return self.owner.get(root, root)
+
+    def _is_away_storage(self, name: str) -> bool:
+        return self._is_away(self.slots[name].type)
 
     def _overwritten(self, position: int, step: FlatOp, last: Mapping[str, int]) -> str | None:
         """The storage of a dying operand with the result's type, for an op that works in place."""
@@ -192,7 +206,7 @@ class _Lives:
             if slot.type != step.results[0].type:
                 continue
             view = self.layouts.view(slot)
-            storage = self.owner.get(view.root.name, view.root.name)
+            storage = self._storage(slot)
             dies = last[view.root.name] == position and storage not in self._fixed
             if dies and view.is_whole and _elements(view.root) == _elements(slot):
                 return storage

@@ -171,7 +171,7 @@ class Layouts:
         return self.views[slot.name]
 
     def is_value(self, slot: Slot) -> bool:
-        """Whether the slot lies in an arena: tensors do; streamed weights have their own buffers."""
+        """Whether it lies in an arena: tensors do; streamed weights have buffers of their own."""
         return isinstance(slot.type, TensorType) and slot.name not in self.streamed
 
     def is_view(self, op: Op) -> bool:

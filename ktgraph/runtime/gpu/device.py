@@ -62,6 +62,7 @@ class GpuDevice(ABC):
     """One GPU with a main stream, on which steps run in order, and a stream for copies."""
 
     torch_device: torch.device
+    checks_order = False  # whether plans are checked for races before they run
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
+from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
 from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
 from ktgraph.runtime.kernels_cpu import engine_kernel
@@ -81,6 +82,8 @@ class GpuExecutor:
             "cpu": device.host(plan.arena_nbytes("cpu") + 256),
         }
         self.parts = {p.name: cut(p) for p in plan.phases}
+        if device.checks_order:
+            self._check_order()
         self.buffers = [device.empty(n) for n in [buffer_nbytes(plan)] * BUFFERS if n]
         _pin_streamed(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
@@ -96,6 +99,15 @@ class GpuExecutor:
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
         self.mailboxes.start()
+
+    def _check_order(self) -> None:
+        found = [
+            fault
+            for phase in self.plan.phases
+            for fault in faults(self.plan.module, phase, self.parts[phase.name])
+        ]
+        if found:
+            raise ExecutionError("\n".join(found))
 
     def _most(self) -> Sizes:
         sizes = [p.arena.sizes for p in self.plan.phases]
@@ -282,7 +294,10 @@ class _BoundPhase:
         is_first = part is self.parts.order[0]
         steps = [self.executor.inputs.upload, *self._stream.begin()] if is_first else []
         for item in part.items:
-            steps += [self._step(item, sizes, batch), *self._stream.after(item)]
+            if item.kernel == STREAM_WEIGHTS:
+                continue  # its readers wait for it
+            step = self._step(item, sizes, batch)
+            steps += [*self._stream.before(item), step, *self._stream.after(item)]
         return steps
 
     def _start(self, made: _Made, part: Part) -> None:
@@ -330,8 +345,6 @@ class _BoundPhase:
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
-        if item.kernel == STREAM_WEIGHTS:
-            return self._stream.arrived(item)
         bound = {"T": sizes.tokens, "O": sizes.rows}
         count = len(self.phase.step(item).operands)
         given = [self._value(o, bound, batch) for o in item.operands[:count]]

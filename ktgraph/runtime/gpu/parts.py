@@ -64,6 +64,7 @@ class _Cutting:
         self.phase = phase
         self.found = Parts([Part("gpu")], [], {})  # the first part brings the inputs there
         self.holder: dict[str, int] = {}  # storage on the CPU -> the mailbox that fills it
+        self.posted: set[str] = set()  # of these, what is filled before the request
         self.answered: set[int] = set()  # mailboxes that somebody has waited for
 
     def run(self) -> Parts:
@@ -82,12 +83,17 @@ class _Cutting:
         number = len(self.found.boxes)
         self.found.boxes.append([])
         self.found.box_of[item.step] = number
-        self.holder |= dict.fromkeys(self._roots(self.phase.step(item).results), number)
+        made = self._roots(self.phase.step(item).results)
+        self.holder |= dict.fromkeys(made, number)
+        self.posted |= set(made)
         self._append("gpu", item)
 
     def _await(self, item: Instruction) -> None:
         """A copy, where the host has waited for the mailbox already."""
         boxes = self._boxes(item) - self.answered
+        if len(boxes) > 1:
+            line = op_line(self.phase, item)
+            raise PlanError(f"an xfer.await takes the answer of one mailbox\n  in: {line}")
         if boxes:
             self.found.box_of[item.step] = max(boxes)
             self.answered |= boxes
@@ -98,15 +104,19 @@ class _Cutting:
         _check_no_streamed(self.phase, item)
         read = self._roots(s for s in self.phase.step(item).slots if s.type.device == "cpu")
         boxes = self._boxes(item)
-        inside = boxes and all(r in self.holder for r in read) and not boxes & self.answered
-        if inside and not item.on_gpu:
+        number = max(boxes, default=-1)
+        inside = boxes and not boxes & self.answered
+        if inside and not item.on_gpu and all(self._is_there(r, number) for r in read):
             _check_native(self.phase, item)
-            number = max(boxes)
             self.found.boxes[number].append(item)
             self.holder |= dict.fromkeys(self._roots(self.phase.step(item).results), number)
             return
         self._append("native" if item.is_native else "python", item, boxes - self.answered)
         self.answered |= boxes
+
+    def _is_there(self, root: str, number: int) -> bool:
+        """Whether mailbox `number` may read it: posted before, or made by the mailbox itself."""
+        return root in self.posted or self.holder.get(root) == number
 
     def _append(self, kind: Kind, item: Instruction, awaits: Iterable[int] = ()) -> None:
         order, boxes = self.found.order, sorted(awaits)

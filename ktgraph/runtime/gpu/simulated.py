@@ -29,6 +29,8 @@ _POISON = 0xFF  # bytes of NaN in every float format, and of -1 in integers
 class SimulatedDevice(GpuDevice):
     """Started work is queued; waiting does it, in order."""
 
+    checks_order = True
+
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._queue: deque[Step] = deque()
