@@ -105,7 +105,7 @@ class _Cutting:
         read = self._roots(s for s in self.phase.step(item).slots if s.type.device == "cpu")
         boxes = self._boxes(item)
         number = max(boxes, default=-1)
-        inside = boxes and not boxes & self.answered
+        inside = boxes and number not in self.answered
         if inside and not item.on_gpu and all(self._is_there(r, number) for r in read):
             _check_native(self.phase, item)
             self.found.boxes[number].append(item)

@@ -113,7 +113,7 @@ class SimulatedDevice(GpuDevice):
                 raise ExecutionError("a copy of weights begins before its buffer was released")
             copy.ready = copy.free = False
             for target in copy.targets:
-                target.fill_(_POISON)
+                target.view(-1).view(torch.uint8).fill_(_POISON)
             self._copies.append(copy)
 
         return step
