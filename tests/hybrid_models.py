@@ -15,7 +15,7 @@ from typing import Any
 import lowered_models
 import small_models
 import torch
-from lowered_models import Pair
+from lowered_models import Pair, prompts
 from placed_models import FRONT, HYBRID, small_target
 
 from ktgraph.ir.graph import Module
@@ -23,6 +23,7 @@ from ktgraph.ir.parser import parse_module
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pipeline import Pipeline
 from ktgraph.runtime.cache import allocate_states
+from ktgraph.runtime.gpu.device import GpuDevice
 from ktgraph.runtime.gpu.executor import GpuExecutor
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.packed import load_weights
@@ -122,34 +123,83 @@ class Hybrid(Pair):
 
 
 def bind(
-    module: Module, options: CompileOptions, device: SimulatedDevice | None = None, **more: Any
+    module: Module, options: CompileOptions, device: GpuDevice | None = None, **more: Any
 ) -> Runner:
-    """A runner of a lowered hybrid module with random weights."""
+    """A runner of a lowered hybrid module with random weights, by default on a simulated GPU."""
+    device = device or SimulatedDevice()
     plan = Plan.build(module)
     shape = fit_cache(plan, options, 2)
     evaluator = WeightEvaluator(module, RandomSource(module), cache_nbytes=0)
-    weights = load_weights(plan.uses(), evaluator, 2, gpu=torch.device("cpu"))
-    places = {"cpu": torch.device("cpu"), plan.home: torch.device("cpu")}
+    weights = load_weights(plan.uses(), evaluator, 2, gpu=device.torch_device)
+    places = {"cpu": torch.device("cpu"), plan.home: device.torch_device}
     states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
-    return Runner(GpuExecutor(plan, device or SimulatedDevice(), weights, states, shape, 2, **more))
+    return Runner(GpuExecutor(plan, device, weights, states, shape, 2, **more))
 
 
 def make_hybrid(
     model: Module | str,
     experts: str,
     *,
+    device: GpuDevice | None = None,
     capture: bool = True,
     pipeline: str = PIPELINE,
     **options: Any,
 ) -> Hybrid:
-    """A small model on the simulated GPU, beside the interpreter on the same lowered module."""
+    """A small model on a GPU, by default simulated, beside the interpreter on the same module."""
     chosen = replace(OPTIONS, **options)
     module = lowered_models.MODELS[model]() if isinstance(model, str) else model
     source = RandomSource(module)
     placed = place(module, experts, pipeline, chosen)
     reference = InterpreterRunner(module, WeightEvaluator(module, source), chosen)
-    runner = bind(module, chosen, capture=capture)
+    runner = bind(module, chosen, device, capture=capture)
     return Hybrid(runner, reference, source, chosen, placed=placed)
 
 
-__all__ = ["EXPERTS", "OPTIONS", "PIPELINE", "Hybrid", "bind", "gqa_layers", "make_hybrid", "move_behind", "place", "plan_of", "two_groups"]
+def follow(pair: Hybrid, lengths: list[int], counts: list[int]) -> list[float]:
+    """A ragged prefill, a decode step of each count of sequences, a chunk, and decode of all."""
+    texts = prompts(*lengths)
+    seqs = [pair.open() for _ in texts]
+    errors = [pair.forward(list(zip(seqs, texts, strict=True)), "all")]
+    for count in counts:
+        tokens = prompts(*[1] * count, seed=count)
+        errors.append(pair.forward(list(zip(seqs[-count:], tokens, strict=True))))
+    chunk = prompts(7, 3, seed=9)
+    errors.append(pair.forward(list(zip(seqs[:2], chunk, strict=True))))
+    errors.append(pair.forward([(seq, [3]) for seq in seqs]))
+    pair.executor.close()
+    return errors
+
+
+_COUNTS = (1, 3, 2, 4, 1, 1, 2)  # sequences of a step, again and again
+
+
+def greedy(runner: Runner, steps: int = 60) -> list[int]:
+    """Steps of batches that change; every token that was chosen, in order."""
+    seqs = [runner.open() for _ in range(4)]
+    rows = runner.forward(list(zip(seqs, prompts(5, 1, 7, 3), strict=True)))
+    last = rows.argmax(-1).tolist()
+    found = [*last]
+    for step in range(steps):
+        chosen = [(step + n) % 4 for n in range(_COUNTS[step % len(_COUNTS)])]
+        rows = runner.forward([(seqs[n], [last[n]]) for n in chosen])
+        for n, token in zip(chosen, rows.argmax(-1).tolist(), strict=True):
+            last[n] = token
+            found.append(token)
+    return found
+
+
+__all__ = [
+    "EXPERTS",
+    "OPTIONS",
+    "PIPELINE",
+    "Hybrid",
+    "bind",
+    "follow",
+    "gqa_layers",
+    "greedy",
+    "make_hybrid",
+    "move_behind",
+    "place",
+    "plan_of",
+    "two_groups",
+]

@@ -96,7 +96,7 @@ class WeightStream:
         return [self.device.fetch(f, None) for f in self._order[:BUFFERS]]
 
     def before(self, item: Instruction) -> list[Step]:
-        """Steps in front of an op: behind them the weights that it is the first to read are there."""
+        """Steps in front of an op, which wait for the weights that it is the first to read."""
         return [self.device.fetched(f) for f in self._starting.get(item.step, [])]
 
     def after(self, item: Instruction) -> list[Step]:

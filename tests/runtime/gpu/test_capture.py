@@ -7,17 +7,13 @@ from collections.abc import Sequence
 
 import lowered_models
 import pytest
-from hybrid_models import OPTIONS, bind, place
+from hybrid_models import OPTIONS, bind, greedy, place
 from lowered_models import prompts
 
 from ktgraph.ir.graph import Module
 from ktgraph.runtime.executor import ExecutionError
 from ktgraph.runtime.gpu.device import Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
-from ktgraph.runtime.runner import Runner
-
-STEPS = 60
-COUNTS = (1, 3, 2, 4, 1, 1, 2)  # sequences of a step, again and again
 
 
 class CountingDevice(SimulatedDevice):
@@ -32,21 +28,6 @@ def lowered(model: str, experts: str) -> Module:
     module = lowered_models.MODELS[model]()
     place(module, experts)
     return module
-
-
-def greedy(runner: Runner) -> list[int]:
-    """60 steps of batches that change; every token that was chosen, in order."""
-    seqs = [runner.open() for _ in range(4)]
-    rows = runner.forward(list(zip(seqs, prompts(5, 1, 7, 3), strict=True)))
-    last = rows.argmax(-1).tolist()
-    found = [*last]
-    for step in range(STEPS):
-        chosen = [(step + n) % 4 for n in range(COUNTS[step % len(COUNTS)])]
-        rows = runner.forward([(seqs[n], [last[n]]) for n in chosen])
-        for n, token in zip(chosen, rows.argmax(-1).tolist(), strict=True):
-            last[n] = token
-            found.append(token)
-    return found
 
 
 @pytest.mark.parametrize("experts", ["cpu", "streamed"])

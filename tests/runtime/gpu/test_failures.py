@@ -37,7 +37,9 @@ def started(hybrid: Hybrid) -> list[int]:
     return seqs
 
 
-def fails_once(hybrid: Hybrid, seqs: list[int], error: type[BaseException], match: str | None = None) -> None:
+def fails_once(
+    hybrid: Hybrid, seqs: list[int], error: type[BaseException], match: str | None = None
+) -> None:
     """A decode step fails, and lengths stay; the same step, and a chunk, are right afterwards."""
     lengths = [hybrid.runner.length(s) for s in seqs]
     with pytest.raises(error, match=match):

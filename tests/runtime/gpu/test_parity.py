@@ -7,27 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybrid_models import EXPERTS, Hybrid, make_hybrid
-from lowered_models import prompts
+from hybrid_models import EXPERTS, follow, make_hybrid
 
 import ktgraph as kt
 
 LIMIT = 1e-10  # NMSE in float32
-
-
-def follow(pair: Hybrid, lengths: list[int], counts: list[int]) -> list[float]:
-    """A ragged prefill, a decode step of each count of sequences, a chunk, and decode of all."""
-    texts = prompts(*lengths)
-    seqs = [pair.open() for _ in texts]
-    errors = [pair.forward(list(zip(seqs, texts, strict=True)), "all")]
-    for count in counts:
-        tokens = prompts(*[1] * count, seed=count)
-        errors.append(pair.forward(list(zip(seqs[-count:], tokens, strict=True))))
-    chunk = prompts(7, 3, seed=9)
-    errors.append(pair.forward(list(zip(seqs[:2], chunk, strict=True))))
-    errors.append(pair.forward([(seq, [3]) for seq in seqs]))
-    pair.executor.close()
-    return errors
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
