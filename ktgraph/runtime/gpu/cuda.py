@@ -100,7 +100,9 @@ class CudaDevice(GpuDevice):
         copy.ready, copy.free = torch.cuda.Event(), torch.cuda.Event()
 
         def step() -> None:
-            if after is not None:
+            if after is None:
+                self.copies.wait_stream(self.stream)  # a captured copy must branch off the graph
+            else:
                 self.copies.wait_event(after.free)
             with torch.cuda.stream(self.copies):
                 for source, target in zip(copy.sources, copy.targets, strict=True):

@@ -147,7 +147,7 @@ class SimulatedDevice(GpuDevice):
             step = self._queue.popleft()
             if step() is False:
                 self._queue.appendleft(step)
-                time.sleep(0)
+                time.sleep(2e-5)  # lets the threads that answer have this CPU
                 return False
         return True
 
