@@ -48,7 +48,7 @@ _CONTEXT = 4096  # rows of a sequence where the model allows more and the user s
 def compile_options(card: ModelCard, dtype: str, given: dict[str, Any]) -> CompileOptions:
     """What the user gave over the defaults; None means the default.  Unknown names are errors."""
     check_options(given)
-    chosen = {k: v for k, v in given.items() if v is not None}
+    chosen = {k: str(v) if k == "rules" else v for k, v in given.items() if v is not None}
     context = min(card.max_context or _CONTEXT, _CONTEXT)
     options = replace(CompileOptions(), **{"context": context, "dtype": dtype, **chosen})
     if card.max_context is not None and options.context > card.max_context:

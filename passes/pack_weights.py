@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ktgraph.ir.graph import Module, Op, WeightRef
+from ktgraph.ir.graph import Module, Op, Value, Weight, WeightRef
 from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.rewrite import derived_weight, reference
@@ -66,7 +66,7 @@ class PackWeights(Pass):
                 continue
             for position, gate_up in _PACKED.get(op.name, {}).items():
                 packed |= _pack(module, ctx, op, position, gate_up, on_cpu)
-        _stream_packed(module, packed)
+        packed |= _stream_packed(module, ctx)
         _note_doubles(module, ctx, packed)
 
 
@@ -84,27 +84,37 @@ def _pack(
         if on_cpu:
             ctx.refused(_RULE, op, f"operand {position} is computed, not stored")
         return set()
+    made = _twin(module, ctx, op, ref, gate_up, on_cpu)
+    if made is None:
+        return set()
+    op.set_operand(position, reference(made, [ref]))
+    return {ref.name}
+
+
+def _twin(
+    module: Module, ctx: PassContext, op: Op, ref: WeightRef, gate_up: bool, on_cpu: bool
+) -> Weight | None:
+    """The weight in the tiles that the op's kernel takes, None where it takes none."""
     type = module.weight_of(ref).type
     stored = type.encoding or Encoding(type.dtype)
     if not on_cpu and not _is_for_gpu(stored):
-        return set()
+        return None
     exact_rows = not on_cpu or ctx.options.activations == "f32"
     rows = _rows(op, stored, exact_rows=exact_rows)
     tile = _tile(stored, gate_up, rows)
     if tile is None:
         if Tile.of(type.encoding) is None:
             ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
-        return set()
+        return None
     if tile.format in INT8_ROWS_ONLY and op.name not in _ANY_ROWS:
         ctx.refused(_RULE, op, f"{ref} is {tile.format}, which this op's kernel does not take")
-        return set()
+        return None
     leaf = ref.name.rpartition(".")[2] + ".p"
     attrs = {"encoding": str(tile.encoding)}
     made = derived_weight(module, [ref], leaf, "pack", type.encoded(tile.encoding), attrs)
     if made.name not in module.weights:
         module.add_weight(made)
-    op.set_operand(position, reference(made, [ref]))
-    return {ref.name}
+    return module.weights[made.name]
 
 
 def _is_for_gpu(stored: Encoding) -> bool:
@@ -113,22 +123,44 @@ def _is_for_gpu(stored: Encoding) -> bool:
     return stored.name in _GPU_FORMATS and by_row
 
 
-def _stream_packed(module: Module, packed: set[str]) -> None:
-    """What also streams to a GPU is read there in the same tiles, so the host holds it once."""
-    twins = {
-        w.recipe.args[0].name: w
-        for w in module.weights.values()
-        if w.recipe is not None and w.recipe.kind == "pack"
-    }
+def _stream_packed(module: Module, ctx: PassContext) -> set[str]:
+    """Streamed integers cross in tiles: the CPU's, where a CPU op reads them as well.
+
+    GPU kernels take dense matrices row-major, so the host may hold those twice.  Returns the names
+    of the weights that were packed.
+    """
+    found: set[str] = set()
     for op in module.walk():
         if op.name != "xfer.copy":
             continue
         for position, operand in enumerate(op.operands):
-            if not isinstance(operand, WeightRef) or operand.name not in packed:
+            if not isinstance(operand, WeightRef):
                 continue
-            twin, result = twins[operand.name], op.results[position]
-            op.set_operand(position, reference(twin, [operand]))
-            result.type = twin.type.on(result.type.device)
+            result = op.results[position]
+            twin = _streamed_twin(module, ctx, operand, result)
+            if twin is not None:
+                op.set_operand(position, reference(twin, [operand]))
+                result.type = twin.type.on(result.type.device)
+                found.add(operand.name)
+    return found
+
+
+def _streamed_twin(
+    module: Module, ctx: PassContext, ref: WeightRef, result: Value
+) -> Weight | None:
+    stored = module.weight_of(ref).type
+    if not _is_for_gpu(stored.encoding or Encoding(stored.dtype)):
+        return None
+    for weight in module.weights.values():
+        made = weight.recipe
+        if made is not None and made.kind == "pack" and made.args[0].name == ref.name:
+            return weight
+    for op in module.walk():
+        packed = _PACKED[op.name] if op.name in _PACKED_ON_GPU else {}
+        for position, gate_up in packed.items():
+            if op.operand(position) is result:
+                return _twin(module, ctx, op, ref, gate_up, on_cpu=False)
+    return None
 
 
 def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:

@@ -1,8 +1,8 @@
 """Where values lie in the arena: offsets from liveness over the flat order of ops.
 
 Storages that are never live together share bytes; an elementwise op writes over its dying operand.
-Each device has an arena of its own.  What the host computes for the GPU lives until its answer is
-taken home: the GPU does not wait for the host before that.
+Each device has an arena of its own.  What the host computes for the GPU lives from the post on and
+until its answer is taken home: in between the GPU does not wait for the host.
 The plan is written as function attributes, so a dump shows it and `read_arena` reads it back.
 """
 
@@ -117,11 +117,6 @@ def plan_arena(module: Module, func: Function, sizes: PhaseSizes) -> Arena:
     return Arena(sizes, totals.pop(home), placed, lives.owner, totals)
 
 
-def is_value(type: Type) -> bool:
-    """Whether values of the type lie in an arena: plain tensors; streamed weights have buffers."""
-    return isinstance(type, TensorType) and type.encoding is None
-
-
 def slot_nbytes(slot: Slot, bindings: Mapping[str, int]) -> int:
     """Bytes of a storage at the sizes given."""
     assert isinstance(slot.type, TensorType)
@@ -173,12 +168,12 @@ class _Lives:
     def _keep_until_answered(self, flat: FlatFunction, last: dict[str, int]) -> None:
         """What an op away from home reads lives as long as what it makes."""
         for step in reversed(flat.ops):
-            made = [r for r in step.results if is_value(r.type)]
+            made = [r for r in step.results if self.layouts.is_value(r)]
             if not any(self._is_away(r.type) for r in made):
                 continue
             end = max(last.get(self.layouts.view(r).root.name, -1) for r in made)
             for slot in step.slots:
-                if self._is_away(slot.type) and is_value(slot.type):
+                if self._is_away(slot.type) and self.layouts.is_value(slot):
                     root = self.layouts.view(slot).root.name
                     last[root] = max(last[root], end)
 
@@ -186,7 +181,7 @@ class _Lives:
         return (type.device or self.home) != self.home
 
     def _begin(self, slot: Slot, position: int, last: Mapping[str, int]) -> None:
-        if is_value(slot.type):
+        if self.layouts.is_value(slot):
             self.slots[slot.name] = slot
             self.span[slot.name] = (position, last.get(slot.name, position))
 
@@ -202,7 +197,21 @@ class _Lives:
                 self.owner[result.name] = over
                 self.span[over] = (self.span[over][0], last.get(result.name, position))
                 return
-            self._begin(result, position, last)
+            self._begin(result, self._posted(step, position, result), last)
+
+    def _posted(self, step: FlatOp, position: int, result: Slot) -> int:
+        """An op away from home may start as soon as its operands are there."""
+        if not self._is_away(result.type):
+            return position
+        storages = [self._storage(s) for s in step.slots if self.layouts.is_value(s)]
+        return min([position, *(self.span[s][0] for s in storages if self._is_away_storage(s))])
+
+    def _storage(self, slot: Slot) -> str:
+        root = self.layouts.view(slot).root.name
+        return self.owner.get(root, root)
+
+    def _is_away_storage(self, name: str) -> bool:
+        return self._is_away(self.slots[name].type)
 
     def _overwritten(self, position: int, step: FlatOp, last: Mapping[str, int]) -> str | None:
         """The storage of a dying operand with the result's type, for an op that works in place."""
@@ -212,7 +221,7 @@ class _Lives:
             if slot.type != step.results[0].type:
                 continue
             view = self.layouts.view(slot)
-            storage = self.owner.get(view.root.name, view.root.name)
+            storage = self._storage(slot)
             dies = last[view.root.name] == position and storage not in self._fixed
             if dies and view.is_whole and _elements(view.root) == _elements(slot):
                 return storage
@@ -364,7 +373,6 @@ __all__ = [
     "Place",
     "PlanError",
     "arena_attrs",
-    "is_value",
     "max_q",
     "phase_sizes",
     "plan_arena",

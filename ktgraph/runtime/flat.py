@@ -159,6 +159,7 @@ class Layouts:
         self.views: dict[str, View] = {}
         self.states: dict[str, int] = {}  # slot name -> argument position
         self.aliases: set[int] = set()  # positions in flat.ops of ops that are only views
+        self.streamed: set[str] = set()  # slots that are weights on the GPU for one call
         for position, arg in enumerate(flat.args):
             if isinstance(arg.type, StateType):
                 self.states[arg.name] = position
@@ -168,6 +169,10 @@ class Layouts:
 
     def view(self, slot: Slot) -> View:
         return self.views[slot.name]
+
+    def is_value(self, slot: Slot) -> bool:
+        """Whether it lies in an arena: tensors do; streamed weights have buffers of their own."""
+        return isinstance(slot.type, TensorType) and slot.name not in self.streamed
 
     def is_view(self, op: Op) -> bool:
         """Whether the op is only a view in every iteration."""
@@ -185,6 +190,8 @@ class Layouts:
             self.aliases.add(position)
             self.views.update(zip((r.name for r in step.results), views, strict=True))
             return
+        if step.op.name == "xfer.copy" and step.op.weights:
+            self.streamed |= {r.name for r in step.results}
         for result in step.results:
             if isinstance(result.type, StateType):
                 self.states[result.name] = self._continued(step)

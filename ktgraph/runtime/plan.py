@@ -23,7 +23,6 @@ from ktgraph.runtime.arena import (
     ALIGN,
     Arena,
     PlanError,
-    is_value,
     max_q,
     read_arena,
     slot_nbytes,
@@ -236,7 +235,7 @@ def _check_places(module: Module, func: Function, layouts: Layouts, arena: Arena
 
     The text may have been edited by hand or come from a file: native code trusts these numbers.
     """
-    roots = {v.root.name: v.root for v in layouts.views.values() if is_value(v.root.type)}
+    roots = {v.root.name: v.root for v in layouts.views.values() if layouts.is_value(v.root)}
     bindings = arena.sizes.bindings(module)
     for name, slot in sorted(roots.items()):
         place = arena.places.get(arena.owner.get(name, name))
@@ -293,7 +292,7 @@ def _operand_text(phase: PhasePlan, ref: OperandRef) -> str:
     if isinstance(ref, BatchUse):
         return "batch"
     shape = ", ".join(map(str, ref.view.dims))
-    if not is_value(ref.view.root.type):
+    if not phase.layouts.is_value(ref.view.root):
         return f"%{ref.view.root.name}:{ref.view.root.type}"
     at = phase.arena.offset(ref.view.root.name)
     inner = "" if ref.view.offset == 0 else f"+{ref.view.offset}"

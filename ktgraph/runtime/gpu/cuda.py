@@ -131,7 +131,9 @@ class CudaDevice(GpuDevice):
         copy.free = torch.cuda.Event()
 
         def step() -> None:
-            if after is not None:
+            if after is None:
+                self.copies.wait_stream(self.stream)  # a captured copy must branch off the graph
+            else:
                 self.copies.wait_event(after.free)
             copy.began.record(self.copies)
             with torch.cuda.stream(self.copies):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,7 @@ class GpuDevice(ABC):
 
     torch_device: torch.device
     model: Model | None = None  # gives times in place of measured ones: of a device without its own
+    checks_order = False  # whether plans are checked for races before they run
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -173,6 +175,11 @@ class GpuDevice(ABC):
                 return False
             look()
         return True
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        """After a failure: let nothing that was started be under way; its results are void."""
+        with suppress(RuntimeError):  # what failed fails again
+            self.finish(look, patience)
 
 
 __all__ = ["Fetch", "Fork", "GpuDevice", "KernelCall", "Mailbox", "Model", "Span", "Step"]

@@ -21,7 +21,6 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.runtime.arena import is_value
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
@@ -29,6 +28,7 @@ from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
+from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
 from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
 from ktgraph.runtime.gpu.watch import Watch
@@ -87,11 +87,15 @@ class GpuExecutor:
         self.shape = shape
         self.capture = capture
         self.trace: list[TraceEvent] | None = None
+        self._is_closed = False
+        self._is_under_way = False
         self.arenas = {
             plan.home: device.empty(plan.arena_nbytes(plan.home) + 256),
             "cpu": device.host(plan.arena_nbytes("cpu") + 256),
         }
         self.parts = {p.name: cut(p) for p in plan.phases}
+        if device.checks_order:
+            self._check_order()
         self.buffers = [device.empty(n) for n in [buffer_nbytes(plan)] * BUFFERS if n]
         _pin_streamed(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
@@ -106,8 +110,16 @@ class GpuExecutor:
             bound = _BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
-        self._is_settled = True
         self.mailboxes.start()
+
+    def _check_order(self) -> None:
+        found = [
+            fault
+            for phase in self.plan.phases
+            for fault in faults(self.plan.module, phase, self.parts[phase.name])
+        ]
+        if found:
+            raise ExecutionError("\n".join(found))
 
     def _most(self) -> Sizes:
         sizes = [p.arena.sizes for p in self.plan.phases]
@@ -128,30 +140,31 @@ class GpuExecutor:
 
         Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
         """
-        self._settle()
-        self._is_settled = False
-        self._inputs.set(ids, step)
-        self.mailboxes.set_sizes(step.tokens, step.rows)
-        found = self._phases[phase].run(step)
-        self._is_settled = True
+        if self._is_closed:
+            raise ExecutionError("this executor was closed: load the plan again")
+        if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
+            self._recover()
+        self._is_under_way = True
+        try:
+            self._inputs.set(ids, step)
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            found = self._phases[phase].run(step)
+        except BaseException:  # Ctrl-C too
+            self._recover()
+            raise
+        self._is_under_way = False
         return found
-
-    def _settle(self) -> None:
-        """Let a call that was interrupted (Ctrl-C) end: it still reads inputs and mailboxes."""
-        if not self._is_settled:
-            self.device.finish(lambda: None, _PATIENCE)
-            self.recover()
-            self._is_settled = True
-
-    def recover(self) -> None:
-        """Let the stream run to its end, and make the mailboxes usable again."""
-        self.device.finish(self.mailboxes.release, _PATIENCE)
-        self.mailboxes.reset()
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
-        self._settle()
+        self._is_closed = True
         self.mailboxes.close()
+
+    def _recover(self) -> None:
+        """After a failure: nothing is under way any more, and the mailboxes are as new."""
+        self.device.drain(self.mailboxes.release, _PATIENCE)
+        self.mailboxes.reset()
+        self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------
     def arena(self, device: str | None) -> torch.Tensor:
@@ -218,7 +231,8 @@ class _BoundPhase:
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
-        self._answer: torch.Tensor | None = None  # the host's copy of the logits, [rows, VOC]
+        most = phase.arena.sizes
+        self._answer = self.device.host(self._logits_at(most.tokens, most.rows).nbytes)
 
     def _native_plan(self, items: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native
@@ -253,8 +267,8 @@ class _BoundPhase:
             self._run_parts(made, step)
         else:
             self._run_timed(made, step, self.executor.trace)
-        logits = self.executor.tensor(self.phase, self._logits, {"T": step.tokens, "O": step.rows})
-        answer = self._room_for(logits)
+        logits = self._logits_at(step.tokens, step.rows)
+        answer = self._answer[: logits.nbytes].view(logits.dtype).view(logits.shape)
         self.device.run([self.device.copy(logits, answer)])
         self._finish()
         return logits_as_f32(answer)
@@ -293,11 +307,7 @@ class _BoundPhase:
 
     def _timed_steps(self, made: _Made) -> tuple[list[Span], dict[int, Span]]:
         """Spans of the steps, and of what ran beside them."""
-        try:
-            read = self.device.timed(made.steps)
-        except ExecutionError:
-            self.executor.recover()
-            raise
+        read = self.device.timed(made.steps)
         self._finish()
         beside = {step: self.device.span(work) for step, work in made.beside.items()}
         return read(), beside
@@ -346,11 +356,14 @@ class _BoundPhase:
         for item in part.items:
             if item.step in ends:
                 made.add([self.device.join(ends.pop(item.step))])
+            if item.kernel == STREAM_WEIGHTS:  # its readers wait for it
+                made.beside[item.step] = self._stream.fetch(item)
+                made.add([_nothing], item)
+                continue
             step = self._step(item, sizes, batch)
             if item.step in asides:
                 step = self.device.aside(asides[item.step], step)
-            if item.kernel == STREAM_WEIGHTS:
-                made.beside[item.step] = self._stream.fetch(item)
+            made.add(self._stream.before(item))
             made.add([step], item)
             made.add(self._stream.after(item))
             if item.step in begins:
@@ -368,23 +381,17 @@ class _BoundPhase:
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
         made.runs += 1
-        try:
-            self.device.run(made.steps if made.graph is None else [made.graph])
-        except ExecutionError:
-            self.executor.recover()
-            raise
+        self.device.run(made.steps if made.graph is None else [made.graph])
 
     def _finish(self) -> None:
         """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
-        mailboxes = self.executor.mailboxes
         try:
-            ended = self.device.finish(mailboxes.check, _PATIENCE)
-            mailboxes.check()
+            ended = self.device.finish(self._check, _PATIENCE)
+        except ExecutionError:
+            raise
         except RuntimeError as error:
-            self.executor.recover()
-            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
+            raise ExecutionError(f"the GPU's share of @{self.phase.name}: {error}") from error
         if not ended:
-            self.executor.recover()
             raise ExecutionError(
                 f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
@@ -394,27 +401,28 @@ class _BoundPhase:
         for number in part.awaits:
             self._wait_for_box(self.first_box + number)
 
+    def _check(self) -> None:
+        """Raises ExecutionError with the first failure of the CPU's work."""
+        try:
+            self.executor.mailboxes.check()
+        except RuntimeError as error:
+            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
+
     def _wait_for_box(self, number: int) -> None:
         """The host itself takes an answer, where it and not the GPU reads the result."""
-        mailboxes = self.executor.mailboxes
         end = time.perf_counter() + _PATIENCE
-        while not mailboxes.take(number):
-            mailboxes.check()
+        while not self.executor.mailboxes.take(number):
+            self._check()
             if time.perf_counter() > end:
-                self.executor.recover()
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
+        self._check()
 
-    def _room_for(self, logits: torch.Tensor) -> torch.Tensor:
-        """Host memory of the same shape, of the largest call so far."""
-        if self._answer is None or self._answer.shape[0] < logits.shape[0]:
-            host = self.device.host(logits.nbytes)
-            self._answer = host.view(logits.dtype).view(logits.shape)
-        return self._answer[: logits.shape[0]]
+    def _logits_at(self, tokens: int, rows: int) -> torch.Tensor:
+        bound = {"T": tokens, "O": rows}
+        return self.executor.tensor(self.phase, self._logits, bound)
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
-        if item.kernel == STREAM_WEIGHTS:
-            return self._stream.arrived(item)
         bound = {"T": sizes.tokens, "O": sizes.rows}
         count = len(self.phase.step(item).operands)
         given = [self._value(o, bound, batch) for o in item.operands[:count]]
@@ -459,11 +467,9 @@ class _BoundPhase:
         if ref is None:
             return None
         if isinstance(ref, TensorRef):
-            is_weight = not is_value(ref.view.root.type)
-            tensor = self.executor.tensor
-            return (
-                self._stream.value(ref.view.root) if is_weight else tensor(self.phase, ref, sizes)
-            )
+            if not self.phase.layouts.is_value(ref.view.root):
+                return self._stream.value(ref.view.root)
+            return self.executor.tensor(self.phase, ref, sizes)
         if isinstance(ref, WeightUse):
             return self.executor.weights.on_gpu(ref, self.device.weight)
         if isinstance(ref, StateUse):
@@ -529,6 +535,10 @@ def _pin_streamed(plan: Plan, device: GpuDevice, weights: LoadedWeights) -> None
                 refused,
             )
             return
+
+
+def _nothing() -> None:
+    """A step of something that happens on another stream."""
 
 
 def _together(steps: Sequence[Step]) -> Step:

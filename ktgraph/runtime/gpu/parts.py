@@ -50,7 +50,10 @@ class Parts:
 
 
 def cut(phase: PhasePlan) -> Parts:
-    """Cut a phase; raises PlanError for a mailbox whose work is not native."""
+    """Cut a phase; raises PlanError for a mailbox whose work is not native.
+
+    Also for an op that the host runs on weights which were streamed to the GPU.
+    """
     return _Cutting(phase).run()
 
 
@@ -59,8 +62,9 @@ class _Cutting:
 
     def __init__(self, phase: PhasePlan) -> None:
         self.phase = phase
-        self.found = Parts([], [], {})
+        self.found = Parts([Part("gpu")], [], {})  # the first part brings the inputs there
         self.holder: dict[str, int] = {}  # storage on the CPU -> the mailbox that fills it
+        self.posted: set[str] = set()  # of these, what is filled before the request
         self.answered: set[int] = set()  # mailboxes that somebody has waited for
 
     def run(self) -> Parts:
@@ -79,12 +83,17 @@ class _Cutting:
         number = len(self.found.boxes)
         self.found.boxes.append([])
         self.found.box_of[item.step] = number
-        self.holder |= dict.fromkeys(self._roots(self.phase.step(item).results), number)
+        made = self._roots(self.phase.step(item).results)
+        self.holder |= dict.fromkeys(made, number)
+        self.posted |= set(made)
         self._append("gpu", item)
 
     def _await(self, item: Instruction) -> None:
         """A copy, where the host has waited for the mailbox already."""
         boxes = self._boxes(item) - self.answered
+        if len(boxes) > 1:
+            line = op_line(self.phase, item)
+            raise PlanError(f"an xfer.await takes the answer of one mailbox\n  in: {line}")
         if boxes:
             self.found.box_of[item.step] = max(boxes)
             self.answered |= boxes
@@ -92,17 +101,22 @@ class _Cutting:
 
     def _on_host(self, item: Instruction) -> None:
         """In a mailbox when it reads nothing of the host's but what the mailbox holds."""
+        _check_no_streamed(self.phase, item)
         read = self._roots(s for s in self.phase.step(item).slots if s.type.device == "cpu")
         boxes = self._boxes(item)
-        inside = boxes and all(r in self.holder for r in read) and not boxes & self.answered
-        if inside and not item.on_gpu:
+        number = max(boxes, default=-1)
+        inside = boxes and number not in self.answered
+        if inside and not item.on_gpu and all(self._is_there(r, number) for r in read):
             _check_native(self.phase, item)
-            number = max(boxes)
             self.found.boxes[number].append(item)
             self.holder |= dict.fromkeys(self._roots(self.phase.step(item).results), number)
             return
         self._append("native" if item.is_native else "python", item, boxes - self.answered)
         self.answered |= boxes
+
+    def _is_there(self, root: str, number: int) -> bool:
+        """Whether mailbox `number` may read it: posted before, or made by the mailbox itself."""
+        return root in self.posted or self.holder.get(root) == number
 
     def _append(self, kind: Kind, item: Instruction, awaits: Iterable[int] = ()) -> None:
         order, boxes = self.found.order, sorted(awaits)
@@ -117,6 +131,15 @@ class _Cutting:
     def _roots(self, slots: Iterable[Slot]) -> list[str]:
         tensors = [s for s in slots if isinstance(s.type, TensorType)]
         return [self.phase.layouts.view(s).root.name for s in tensors]
+
+
+def _check_no_streamed(phase: PhasePlan, item: Instruction) -> None:
+    if any(s.name in phase.layouts.streamed for s in phase.step(item).slots):
+        raise PlanError(
+            f"{item.kernel} runs on the host, and its weights are streamed to the GPU: no GPU "
+            "kernel takes them as they are stored. Place the op on the CPU, or change the "
+            f"quantization policy\n  in: {op_line(phase, item)}"
+        )
 
 
 def _check_native(phase: PhasePlan, item: Instruction) -> None:

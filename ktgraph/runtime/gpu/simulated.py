@@ -39,6 +39,8 @@ _POISON = 0xFF  # bytes of NaN in every float format, and of -1 in integers
 class SimulatedDevice(GpuDevice):
     """Started work is queued; waiting does it, in order."""
 
+    checks_order = True
+
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._queue: deque[Step] = deque()
@@ -137,7 +139,7 @@ class SimulatedDevice(GpuDevice):
                 raise ExecutionError("a copy of weights begins before its buffer was released")
             copy.began = copy.ready = copy.free = None
             for target in copy.targets:
-                target.fill_(_POISON)
+                target.view(-1).view(torch.uint8).fill_(_POISON)
             self._copies.append(copy)
 
         return step
@@ -188,6 +190,10 @@ class SimulatedDevice(GpuDevice):
                 time.sleep(_PAUSE)
                 return False
         return True
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        self._queue.clear()
+        self._copies.clear()
 
 
 def _noting(step: Step, spans: list[Span]) -> Step:

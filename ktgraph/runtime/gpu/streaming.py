@@ -1,13 +1,13 @@
 """Weights that cross the link for each call: two buffers, the next copy behind this layer's work.
 
 Copy k goes to buffer k % 2.  The first two start with the phase; copy k+2 starts as soon as the ops
-that read copy k have ended.
+that read copy k have ended.  Its first reader waits for it, wherever the copy stands in the order
+of ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,15 @@ _ALIGN = 256  # bytes
 
 
 def streamed(phase: PhasePlan) -> list[Instruction]:
-    """The copies of weights of a phase, in order."""
-    return [i for i in phase.instructions if i.kernel == STREAM_WEIGHTS]
+    """The copies of weights of a phase, in the order in which they are read."""
+    found = [i for i in phase.instructions if i.kernel == STREAM_WEIGHTS]
+    return sorted(found, key=lambda i: readers(phase, i)[0])
+
+
+def readers(phase: PhasePlan, item: Instruction) -> list[int]:
+    """Flat positions of the ops that read what a copy brings."""
+    names = {r.name for r in phase.step(item).results}
+    return [n for n, op in enumerate(phase.flat.ops) if names & {s.name for s in op.slots}]
 
 
 def _uses(item: Instruction) -> list[WeightUse]:
@@ -42,12 +49,6 @@ def buffer_nbytes(plan: Plan) -> int:
     return max((copy_nbytes(i) for p in plan.phases for i in streamed(p)), default=0)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    fetch: Fetch
-    last_reader: int  # the flat position of the last op that reads it
-
-
 class WeightStream:
     """The copies of one phase over the executor's buffers."""
 
@@ -60,12 +61,15 @@ class WeightStream:
     ) -> None:
         self.device = device
         self._values: dict[str, Any] = {}  # by slot: what kernels take
-        self._copies: dict[int, _Copy] = {}  # by the flat position of the copy
+        self._starting: dict[int, list[Fetch]] = {}  # first reader -> its copies
         self._ending: dict[int, list[int]] = {}  # last reader -> numbers of copies
         self._order: list[Fetch] = []
+        self._fetches: dict[int, Fetch] = {}  # by the flat position of the copy
         for number, item in enumerate(streamed(phase)):
             self._add(phase, item, weights, buffers[number % BUFFERS])
-            self._ending.setdefault(self._copies[item.step].last_reader, []).append(number)
+            reading = readers(phase, item)
+            self._starting.setdefault(reading[0], []).append(self._order[number])
+            self._ending.setdefault(reading[-1], []).append(number)
 
     def _add(
         self, phase: PhasePlan, item: Instruction, weights: LoadedWeights, buffer: torch.Tensor
@@ -82,9 +86,8 @@ class WeightStream:
             targets.append(target)
             is_packed = use.form == "tile"
             self._values[slot.name] = self.device.weight(target, use) if is_packed else target
-        fetch = Fetch(sources, targets)
-        self._copies[item.step] = _Copy(fetch, _last_reader(phase, results))
-        self._order.append(fetch)
+        self._order.append(Fetch(sources, targets))
+        self._fetches[item.step] = self._order[-1]
 
     def value(self, slot: Slot) -> Any:
         """What kernels take for a streamed weight."""
@@ -94,13 +97,13 @@ class WeightStream:
         """Steps at the start of the phase; nothing uses the buffers then."""
         return [self.device.fetch(f, None) for f in self._order[:BUFFERS]]
 
-    def arrived(self, item: Instruction) -> Step:
-        """The step of a copy in the order of ops: behind it the weights are there."""
-        return self.device.fetched(self._copies[item.step].fetch)
+    def before(self, item: Instruction) -> list[Step]:
+        """Steps in front of an op, which wait for the weights that it is the first to read."""
+        return [self.device.fetched(f) for f in self._starting.get(item.step, [])]
 
     def fetch(self, item: Instruction) -> Fetch:
         """The copy that an instruction is."""
-        return self._copies[item.step].fetch
+        return self._fetches[item.step]
 
     def after(self, item: Instruction) -> list[Step]:
         """Steps behind an op: buffers that it was the last to read are filled again."""
@@ -113,9 +116,4 @@ class WeightStream:
         return found
 
 
-def _last_reader(phase: PhasePlan, slots: Sequence[Slot]) -> int:
-    names = {s.name for s in slots}
-    return max(n for n, op in enumerate(phase.flat.ops) if names & {s.name for s in op.slots})
-
-
-__all__ = ["BUFFERS", "WeightStream", "buffer_nbytes", "copy_nbytes", "streamed"]
+__all__ = ["BUFFERS", "WeightStream", "buffer_nbytes", "copy_nbytes", "readers", "streamed"]

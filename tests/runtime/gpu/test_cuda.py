@@ -1,0 +1,47 @@
+"""Hybrid plans on a real GPU: the interpreter's numbers, and graphs that change no token."""
+
+from __future__ import annotations
+
+import pytest
+from hybrid_models import EXPERTS, OPTIONS, bind, follow, gqa_layers, greedy, make_hybrid, place
+from lowered_models import MODELS
+
+from ktgraph.runtime.gpu.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 1e-10  # NMSE in float32
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_prefill_chunk_decode(model: str, experts: str) -> None:
+    pair = make_hybrid(model, experts, device=CudaDevice())
+    assert max(follow(pair, [15, 2, 6, 1], [1, 4, 2, 3])) <= LIMIT
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(("model", "quantize"), [("mla", "int8"), ("gqa", "int4(group=32)")])
+def test_quantized_experts(model: str, experts: str, quantize: str) -> None:
+    pair = make_hybrid(model, experts, device=CudaDevice(), quantize=f"experts={quantize}")
+    assert max(follow(pair, [9, 3], [1, 2])) <= LIMIT
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+def test_streamed_layers(layers: int) -> None:
+    pair = make_hybrid(gqa_layers(layers), "streamed", device=CudaDevice())
+    assert max(follow(pair, [9, 3], [1, 2, 1, 2])) <= LIMIT
+
+
+@pytest.mark.parametrize("experts", ["resident", "cpu", "streamed"])
+def test_graphs_give_the_same_tokens(experts: str) -> None:
+    """Two executors of each kind, one after the other."""
+    module = MODELS["gqa"]()
+    place(module, experts)
+    found: list[list[int]] = []
+    for capture in (False, True, False, True):
+        runner = bind(module, OPTIONS, CudaDevice(), capture=capture)
+        found.append(greedy(runner))
+        for _ in range(2):
+            runner.executor.close()
+    assert found[0] == found[1] == found[2] == found[3]

@@ -1,0 +1,156 @@
+"""What goes wrong on either side is one error, and the next call is as if nothing had happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import Hybrid, make_hybrid
+from lowered_models import prompts
+
+from ktgraph.cpu_kernels import load_native
+from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.gpu import executor as executor_module
+from ktgraph.runtime.gpu.device import KernelCall, Step
+from ktgraph.runtime.gpu.simulated import SimulatedDevice
+
+LIMIT = 1e-10
+
+
+@pytest.fixture(params=["mla", "gqa"])
+def hybrid(request: pytest.FixtureRequest) -> Iterator[Hybrid]:
+    pair = make_hybrid(request.param, "cpu")
+    yield pair
+    pair.executor.close()
+
+
+@pytest.fixture
+def started(hybrid: Hybrid) -> list[int]:
+    """Two sequences with rows, after a decode step that was captured."""
+    seqs = [hybrid.open(), hybrid.open()]
+    hybrid.forward(list(zip(seqs, prompts(5, 2), strict=True)))
+    for _ in range(3):
+        hybrid.forward([(seq, [4]) for seq in seqs])
+    return seqs
+
+
+def fails_once(
+    hybrid: Hybrid, seqs: list[int], error: type[BaseException], match: str | None = None
+) -> None:
+    """A decode step fails, and lengths stay; the same step, and a chunk, are right afterwards."""
+    lengths = [hybrid.runner.length(s) for s in seqs]
+    with pytest.raises(error, match=match):
+        hybrid.runner.forward([(seq, [6]) for seq in seqs])
+    assert [hybrid.runner.length(s) for s in seqs] == lengths
+
+
+def goes_on(hybrid: Hybrid, seqs: list[int]) -> None:
+    for _ in range(3):
+        assert hybrid.forward([(seq, [6]) for seq in seqs]) <= LIMIT
+    assert hybrid.forward(list(zip(seqs, prompts(4, 3, seed=2), strict=True)), "all") <= LIMIT
+
+
+def test_a_failing_kernel_of_the_cpu(hybrid: Hybrid, started: list[int]) -> None:
+    """The header of the mailboxes asks for more tokens than the native plan was made for."""
+    boxes: Any = hybrid.executor.mailboxes
+    with pytest.MonkeyPatch.context() as patch:
+        asked = boxes.set_sizes
+        patch.setattr(boxes, "set_sizes", lambda tokens, rows: asked(10**6, rows))
+        fails_once(
+            hybrid, started, ExecutionError,
+            r"the CPU's share of @decode: mailbox \d: .*exceed this plan's max_tokens",
+        )  # fmt: skip
+    goes_on(hybrid, started)
+
+
+def test_a_failing_kernel_of_the_gpu(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a phase: mailboxes have been posted to."""
+
+    def kernel(self: SimulatedDevice, call: KernelCall) -> Step:
+        if call.definition.name != "logits.gather":
+            return healthy(self, call)
+
+        def step() -> None:
+            raise ValueError("a kernel failed")
+
+        return step
+
+    healthy = SimulatedDevice.kernel
+    remembered: Any = hybrid.executor._phases["decode"]  # pyright: ignore[reportPrivateUsage]
+    remembered._made.clear()
+    monkeypatch.setattr(SimulatedDevice, "kernel", kernel)
+    fails_once(
+        hybrid, started, ExecutionError, r"^ValueError: a kernel failed\n  in: .*logits.gather"
+    )
+    monkeypatch.undo()
+    remembered._made.clear()
+    goes_on(hybrid, started)
+
+
+def test_a_mailbox_that_never_answers(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Any = hybrid.executor.mailboxes._service  # pyright: ignore[reportPrivateUsage]
+    service.stop()
+    begin = time.perf_counter()
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_module, "_PATIENCE", 0.2)
+        fails_once(hybrid, started, ExecutionError, r"@decode did not end within.*does not come")
+    assert time.perf_counter() - begin < 10
+    goes_on(hybrid, started)
+
+
+@pytest.mark.parametrize("during_recovery", [False, True])
+def test_ctrl_c_while_waiting(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch, during_recovery: bool
+) -> None:
+    """Pressed once, and again while the first is handled."""
+
+    def interrupted(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hybrid.executor.device, "finish", interrupted)
+        if during_recovery:
+            patch.setattr(hybrid.executor.device, "drain", interrupted)
+        fails_once(hybrid, started, KeyboardInterrupt)
+    goes_on(hybrid, started)
+
+
+def test_ctrl_c_while_the_cpu_computes(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes behind the post: the service may still write when the call ends."""
+    device = hybrid.executor.device
+    finish = device.finish
+
+    def interrupted(look: Callable[[], object], patience: float) -> bool:
+        device.is_done()  # runs up to the first await
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "finish", interrupted)
+            fails_once(hybrid, started, KeyboardInterrupt)
+        assert device.finish == finish
+        goes_on(hybrid, started)
+
+
+def test_no_answer_is_pending_after_a_failure(hybrid: Hybrid, started: list[int]) -> None:
+    """A reply that was left would let the next call take the answer of this one."""
+    test_a_failing_kernel_of_the_cpu(hybrid, started)
+    for box in hybrid.executor.mailboxes.boxes:
+        for word in (box.request, box.reply, box.arrived):
+            assert int(word) == 0
+
+
+def test_a_failed_reply_lets_the_stream_go_on() -> None:
+    """The word that `release` writes counts as an answer for a stream that waits for 1."""
+    word = torch.zeros(1, dtype=torch.int32)
+    word.fill_(load_native().REPLY_FAILED + 1)
+    assert int(word) >= 1
