@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_file
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pipeline import Pipeline
+from ktgraph.placement.graph import GPU_WORKSPACE
 from ktgraph.target import Device, Link, Target, load_target
 
 _HERE = Path(__file__).resolve().parent / "passes"
@@ -35,12 +37,15 @@ def context(target: Target | str = "rtx4090-24g+xeon", **options: object) -> Pas
     return PassContext(found, None, replace(CompileOptions(), **options))  # type: ignore[arg-type]
 
 
-def small_target(gpu_memory: int, **gpu: float) -> Target:
-    """A toy machine whose GPU is ten times as fast, over a link as slow as its host."""
+def small_target(gpu_memory: int, **gpu: Any) -> Target:
+    """A toy machine whose GPU is ten times as fast, over a link as slow as its host.
+
+    gpu_memory: what is left on the GPU beside the scratch of kernels and libraries.
+    """
     peak = {"f32": 1e12, "bf16": 1e12, "int8": 1e12}
     cpu = Device("cpu", "cpu", 1 << 34, ((1, 1e10),), dict.fromkeys(peak, 1e11), 1e-6)
-    cuda = Device("cuda:0", "cuda", gpu_memory, ((1, 1e11),), peak, 1e-6)
-    cuda = replace(cuda, **gpu)  # type: ignore[arg-type]
+    cuda = Device("cuda:0", "cuda", gpu_memory + GPU_WORKSPACE, ((1, 1e11),), peak, 1e-6)
+    cuda = replace(cuda, **gpu)
     links = (Link("cpu", "cuda:0", 1e10, 2e-6), Link("cuda:0", "cpu", 1e10, 2e-6))
     return Target("toy", (cpu, cuda), "cuda:0", links)
 

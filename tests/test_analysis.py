@@ -53,7 +53,7 @@ def test_overlap_is_time_saved(placed: tuple[Module, PassContext]) -> None:
     assert found.unknown == []
     assert "overlap saves" in found.table()
     assert {t.lane for t in found.by_lane()} == {
-        "cuda:0", "cpu", "cuda:0 -> cpu", "cpu -> cuda:0",
+        "cuda:0", "cpu",
     }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_timelines_have_a_lane_for_each_device(
     write_chrome_trace(tmp_path / "t.json", events)
     rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {r["args"]["name"] for r in rows if r["name"] == "thread_name"}
-    assert {"cuda:0", "cpu", "cuda:0 -> cpu", "cpu -> cuda:0"} == names
+    assert names == {"cuda:0", "cpu"}  # mailboxes take their turn on the GPU's stream
     bars = [r for r in rows if r["ph"] == "X"]
     assert max(r["ts"] + r["dur"] for r in bars) == pytest.approx(cost.seconds * 1e6)
     page = lanes_html("a <model>", events)

@@ -12,7 +12,17 @@ from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.types import Encoding, StateType, TensorType
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.graph import CPU, STREAM, Assign, Machine, Region, Site, regions_of
+from ktgraph.placement.graph import (
+    CPU,
+    GPU_WORKSPACE,
+    STREAM,
+    STREAM_BUFFERS,
+    Assign,
+    Machine,
+    Region,
+    Site,
+    regions_of,
+)
 from ktgraph.placement.lanes import op_workspace
 from ktgraph.placement.partition import (
     Budget,
@@ -191,7 +201,8 @@ def _attempt(
     memory = home_memory(machine, settings)
     state_bytes = sum(t.nbytes for t in base if t.kind == "kv")
     fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv")
-    stream = max((s.streamed_bytes for r in regions for s in r.sites if s.is_experts), default=0.0)
+    experts = [s.streamed_bytes for r in regions for s in r.sites if s.is_experts]
+    stream = STREAM_BUFFERS * max(experts, default=0.0)
     budget = Budget(memory - fixed_bytes - state_bytes, state_bytes, stream)
     counts = request_calls(module, calls, settings)
     try:
@@ -280,7 +291,11 @@ def _base_terms(
     terms.append(Term(home, "activations", "values of one call", max(arenas, default=0.0)))
     ops = [(s.op, r.sizes) for r in regions for s in r.sites if not s.is_barrier]
     scratch = max((op_workspace(module, op, sizes) for op, sizes in ops), default=0.0)
-    terms.append(Term(home, "workspace", "inside kernels (estimate)", scratch))
+    if home == CPU:
+        terms.append(Term(home, "workspace", "inside kernels (estimate)", scratch))
+    else:
+        what = "scratch of kernels, graphs and libraries"
+        terms.append(Term(home, "workspace", what, float(GPU_WORKSPACE)))
     vectors: dict[str, float] = {}
     for region in regions:
         for site in region.sites:
@@ -327,7 +342,9 @@ def _terms(decision: Decision, base: Sequence[Term], stream: float) -> list[Term
     for (device, name), nbytes in sums.items():
         terms.append(Term(device, "weights", f"@{name}", nbytes))
     if decision.streams:
-        terms.append(Term(home, "workspace", "buffer of one streamed layer", stream))
+        terms.append(
+            Term(home, "workspace", f"{STREAM_BUFFERS} buffers of a streamed layer", stream)
+        )
     if decision.machine.is_hybrid:
         terms.append(Term(CPU, "pinned", "values that cross", moved))
     return sorted((t for t in terms if t.nbytes > 0), key=lambda t: (t.device, -t.nbytes))

@@ -20,7 +20,9 @@ CPU = "cpu"
 # Seconds that an op on the CPU costs besides its own when no mailbox starts it: the GPU's graph
 # ends there, the host waits, and starts the next one (two launches and a wait: docs/placement.md).
 HOST_TURN = 100e-6
+GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels, graphs and libraries take
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
+STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
 
 
@@ -301,7 +303,9 @@ def _name(op: Op) -> str:
 
 __all__ = [
     "CPU",
+    "GPU_WORKSPACE",
     "STREAM",
+    "STREAM_BUFFERS",
     "Assign",
     "Machine",
     "Region",

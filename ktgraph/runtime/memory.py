@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
+from ktgraph.placement.graph import GPU_WORKSPACE
 from ktgraph.runtime.cache import CacheShape, row_nbytes
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes
 from ktgraph.runtime.native import CallBounds, NativeOperandError, Trial
@@ -15,7 +16,6 @@ from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import PhasePlan, Plan, PlanError, op_line
 from ktgraph.target.description import round_size
 
-GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels and libraries take
 _HEADROOM = 0.95  # share of the available memory that may be used
 
 
@@ -158,7 +158,8 @@ def choose_cache(
     pages = one * options.max_batch
     for device in {t.device for t in least.terms if t.kind == "cache"}:
         need = least.on(device)
-        room = int(available[device] * _HEADROOM) - (need.total - need.of("cache"))
+        share = _HEADROOM if device == "cpu" else 1.0
+        room = int(available[device] * share) - (need.total - need.of("cache"))
         pages = min(pages, room * one // max(1, need.of("cache")))
     return CacheShape(size, max(one, pages), options.context)
 
@@ -170,8 +171,8 @@ def check_memory(need: MemoryNeed, available: Mapping[str, int]) -> None:
 
 
 def _check_device(need: MemoryNeed, device: str, available: int) -> None:
-    if need.total <= available * _HEADROOM:
-        return
+    if need.total <= available * (_HEADROOM if device == "cpu" else 1.0):
+        return  # a GPU's budget is a number that somebody gave; the system shares the host's memory
     largest = MemoryNeed(need.terms[:5])
     rows = "\n".join(largest.table().split("\n")[:-1])
     where = "memory" if device == "cpu" else f"memory on {device}"

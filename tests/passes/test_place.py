@@ -76,7 +76,7 @@ def test_what_fits_nowhere_is_one_error_with_the_largest_terms() -> None:
         decide(
             v2_lite(),
             small_target(1 << 30),
-            Settings(CompileOptions(cache_rows=1 << 22), gpu_memory=1 << 30),
+            Settings(CompileOptions(cache_rows=1 << 22), gpu_memory=2 << 30),
         )
 
 

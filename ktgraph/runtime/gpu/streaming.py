@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ktgraph.placement.graph import STREAM_BUFFERS
 from ktgraph.runtime.flat import Slot
 from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
 from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
@@ -19,7 +20,7 @@ from ktgraph.runtime.operands import Instruction, WeightUse
 from ktgraph.runtime.packed import LoadedWeights, use_nbytes
 from ktgraph.runtime.plan import PhasePlan, Plan
 
-BUFFERS = 2
+BUFFERS = STREAM_BUFFERS
 _ALIGN = 256  # bytes
 
 
