@@ -54,7 +54,7 @@ class DecodeConfig:
     gate_up_kb: int = 64
     gate_up_warps: int = 4
     gate_up_stages: int = 1
-    gate_up_ahead: bool = False
+    gate_up_ahead: bool = True
     down_warps: int = 8
     down_stages: int = 1
     down_ahead: bool = False

@@ -65,7 +65,8 @@ class TileConfig:
     ahead: bool = False
 
 
-ROW = TileConfig(2, 64, 8, 3)
+ROW = TileConfig(1, 128, 8, 1, ahead=True)
+ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
@@ -88,9 +89,9 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype) -> TileConfig:
+def config_for(tokens: int, dtype: torch.dtype, *, gate_up: bool) -> TileConfig:
     if tokens == 1:
-        return ROW
+        return ROW_GATE_UP if gate_up else ROW
     return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
 
 
@@ -168,7 +169,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    tile = config or config_for(tokens, x.dtype)
+    tile = config or config_for(tokens, x.dtype, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     kernel = _row if tokens == 1 else _rows
@@ -456,7 +457,7 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, ROW, 1, gate_up, even)
+        _case(format, dtype, ROW_GATE_UP if gate_up else ROW, 1, gate_up, even)
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),
