@@ -155,9 +155,11 @@ def test_many_replays_of_a_graph_agree(tokens: int, device: torch.device) -> Non
     for _ in range(50):
         x.copy_(torch.randn(x.shape))
         graph.replay()
-        wanted = op_def("moe.route").reference(x.cpu(), gate.cpu(), None, None, **attrs)
-        assert torch.equal(out[0].cpu(), wanted[0])
-        check(out[1].cpu(), wanted[1], 0.0)
+        scores = (x.double() @ gate.double().T).softmax(-1)
+        wanted = scores.topk(8, dim=-1).values
+        chosen = scores.gather(1, out[0].long())  # near-ties may come in another order
+        assert float((chosen - wanted).abs().max()) <= 1e-6
+        assert float((out[1].double() - chosen).abs().max()) <= 1e-6
 
 
 def test_unknown_names_are_refused(device: torch.device) -> None:
