@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from typing import cast
 
+import torch
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -132,7 +133,7 @@ class DoctorReport:
         return table
 
     def _kernels(self) -> Table:
-        table = _table("native kernels", "kernel", "", "")
+        table = _table("kernels", "kernel", "", "")
         table.add_row("extension", "ok" if self.native else "MISSING", self.native)
         for check in self.checks:
             table.add_row(check.name, "ok" if check.ok else "WRONG", escape(check.detail))
@@ -140,7 +141,7 @@ class DoctorReport:
 
 
 def doctor(*, remeasure: bool = False, thorough: bool = False) -> DoctorReport:
-    """Looks at this machine and runs every native kernel's own check.
+    """Looks at this machine and runs every kernel's own check, on its CPU and on its GPU.
 
     Measures for a few seconds if this machine never was, or if `remeasure`.  Limits are measured
     each time, for one or two seconds; `thorough`: for longer, on more memory.
@@ -152,7 +153,7 @@ def doctor(*, remeasure: bool = False, thorough: bool = False) -> DoctorReport:
         target=host_target(remeasure=remeasure),
         native=native,
         native_error=error,
-        checks=tuple(run_check(name, check) for name, check in _kernel_checks()),
+        checks=tuple(run_check(name, check) for name, check in (*_kernel_checks(), *_gpu_checks())),
         limits=_limits(thorough) if native else None,
     )
 
@@ -182,6 +183,15 @@ def _kernel_checks() -> Iterable[Check]:
         return []
     listed = getattr(module, "self_check", None)
     return cast("Iterable[Check]", listed()) if callable(listed) else []
+
+
+def _gpu_checks() -> Iterable[Check]:
+    """The same of each GPU kernel, where torch can use a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    from ktgraph.triton_kernels.checks import self_check
+
+    return self_check(torch.device("cuda"))
 
 
 def _native() -> tuple[str, str]:
