@@ -1,69 +1,33 @@
-"""Running a plan on a GPU and the CPU together: one stream, mailboxes, and graphs of decode steps.
-
-The steps of a call depend on its sizes alone; they are made once for each size.  A decode call is
-run step by step the first time, then captured into one CUDA graph, hand-overs to the CPU included,
-and replayed from then on.
-"""
+"""Running a plan on a GPU and the CPU together: memory on both, mailboxes, and bound phases."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
-from ktgraph.ir.interp import evaluate_attr
-from ktgraph.ir.types import StateType, TensorType
-from ktgraph.ops.registry import op_def
+from ktgraph.ir.types import StateType
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape, InPlaceState
-from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
+from ktgraph.runtime.executor import ExecutionError, TraceEvent, start_engine
 from ktgraph.runtime.flat import View
-from ktgraph.runtime.gpu.device import Fetch, Fork, GpuDevice, KernelCall, Span, Step
+from ktgraph.runtime.gpu import phase as phases
+from ktgraph.runtime.gpu.device import GpuDevice
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
-from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts, cut
-from ktgraph.runtime.gpu.streaming import BUFFERS, WeightStream, buffer_nbytes, streamed
-from ktgraph.runtime.gpu.watch import Watch
-from ktgraph.runtime.kernels_cpu import engine_kernel
-from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
-from ktgraph.runtime.native import Addresses, native_operand, native_state
-from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
+from ktgraph.runtime.gpu.parts import cut
+from ktgraph.runtime.gpu.phase import BoundPhase
+from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
+from ktgraph.runtime.native import Addresses, native_state
+from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
-from ktgraph.runtime.side_stream import Side, side_steps
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot
 from ktgraph.runtime.steps import StepArrays
 
 log = logging.getLogger("ktgraph")
-
-_KEPT = 64  # sizes of calls whose steps are kept, per phase
-_PATIENCE = 60.0  # seconds until a step that does not end is given up
-
-
-@dataclass
-class _Made:
-    """The steps of one part at one size; `graph` replays them.
-
-    items: the instruction that each step is; None for uploads and the handling of buffers.
-    beside: what runs on another stream, by the flat position of its op.
-    """
-
-    steps: list[Step] = field(default_factory=list[Step])
-    items: list[Instruction | None] = field(default_factory=list[Instruction | None])
-    beside: dict[int, Fetch | Fork] = field(default_factory=dict[int, Fetch | Fork])
-    runs: int = 0
-    graph: Step | None = None
-
-    def add(self, steps: Sequence[Step], item: Instruction | None = None) -> None:
-        self.steps += steps
-        self.items += [item] * len(steps)
 
 
 class GpuExecutor:
@@ -105,9 +69,9 @@ class GpuExecutor:
         )
         self._inputs = Inputs(device, self._most(), shape.pages_for(shape.sequence_rows))
         first = 0
-        self._phases: dict[str, _BoundPhase] = {}
+        self._phases: dict[str, BoundPhase] = {}
         for phase in plan.phases:
-            bound = _BoundPhase(self, phase, self.parts[phase.name], first)
+            bound = BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
         self.mailboxes.start()
@@ -162,7 +126,7 @@ class GpuExecutor:
 
     def _recover(self) -> None:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""
-        self.device.drain(self.mailboxes.release, _PATIENCE)
+        self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
         self._is_under_way = False
 
@@ -209,313 +173,6 @@ class GpuExecutor:
         return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
 
-class _BoundPhase:
-    """One phase: its native plans, and the steps of each size that was called."""
-
-    def __init__(
-        self, executor: GpuExecutor, phase: PhasePlan, parts: Parts, first_box: int
-    ) -> None:
-        self.executor = executor
-        self.device = executor.device
-        self.phase = phase
-        self.parts = parts
-        self.first_box = first_box
-        self._plans: dict[int, Any] = {}  # native parts by their place
-        self._answering = [self._native_plan(items) for items in parts.boxes]
-        for number, plan in enumerate(self._answering):
-            executor.mailboxes.answer(first_box + number, plan)
-        for place, part in enumerate(parts.order):
-            if part.kind == "native":
-                self._plans[place] = self._native_plan(part.items)
-        self._logits = self._logits_ref()
-        self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
-        self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
-        self._made: OrderedDict[tuple[Sizes, int, int], list[_Made]] = OrderedDict()
-        most = phase.arena.sizes
-        self._answer = self.device.host(self._logits_at(most.tokens, most.rows).nbytes)
-
-    def _native_plan(self, items: Sequence[Instruction]) -> Any:
-        from ktgraph.cpu_kernels import load_native
-
-        sizes = self.phase.arena.sizes
-        at = self.executor.addresses(self.phase)
-        plan = load_native().Plan(self.executor.engine, sizes.tokens, sizes.rows)
-        for item in items:
-            operands = [native_operand(o, at) for o in item.operands]
-            try:
-                plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
-            except ValueError as error:
-                raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
-        return plan
-
-    def _logits_ref(self) -> TensorRef:
-        slot = next(s for s in self.phase.flat.returns if isinstance(s.type, TensorType))
-        assert isinstance(slot.type, TensorType)
-        return TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
-
-    @property
-    def _is_decode(self) -> bool:
-        """One new token a sequence: few sizes, called again and again, so worth a graph."""
-        return self.phase.max_q == 1
-
-    # -- one call ---------------------------------------------------------------------------------
-    def run(self, step: StepArrays) -> torch.Tensor:
-        sizes = Sizes(step.tokens, step.rows, step.sequences)
-        max_new, max_kv = self._bounds(step)
-        made = self._steps(sizes, max_new, max_kv)
-        if self.executor.trace is None:
-            self._run_parts(made, step)
-        else:
-            self._run_timed(made, step, self.executor.trace)
-        logits = self._logits_at(step.tokens, step.rows)
-        answer = self._answer[: logits.nbytes].view(logits.dtype).view(logits.shape)
-        self.device.run([self.device.copy(logits, answer)])
-        self._finish()
-        return logits_as_f32(answer)
-
-    def _run_parts(self, made: list[_Made], step: StepArrays) -> None:
-        for place, part in enumerate(self.parts.order):
-            if part.kind == "gpu":
-                self._start(made[place], part)
-                continue
-            self._finish()
-            self._wait_for_boxes(part)
-            if part.kind == "native":
-                self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
-            else:
-                self._run_on_host(part.items[0], step)
-
-    def _run_timed(self, made: list[_Made], step: StepArrays, trace: list[TraceEvent]) -> None:
-        """Run step by step, and append one event for each instruction.
-
-        What never ran at this size runs once before: its kernels are compiled then.
-        """
-        if any(m.steps and m.runs == 0 for m in made):
-            self._run_parts(made, step)
-            self._finish()
-        self.executor.mailboxes.spans()  # those of earlier runs
-        watch = Watch(self.phase, self.parts, self.first_box)
-        for place, part in enumerate(self.parts.order):
-            if part.kind == "gpu":
-                watch.gpu(made[place].items, *self._timed_steps(made[place]))
-                continue
-            self._wait_for_boxes(part)
-            begin = time.perf_counter()
-            watch.host(part.items, begin, self._timed_on_host(place, part, step))
-        watch.answers(self.executor.mailboxes.spans())
-        trace += watch.events(step, self.device.model, trace)
-
-    def _timed_steps(self, made: _Made) -> tuple[list[Span], dict[int, Span]]:
-        """Spans of the steps, and of what ran beside them."""
-        read = self.device.timed(made.steps)
-        self._finish()
-        beside = {step: self.device.span(work) for step, work in made.beside.items()}
-        return read(), beside
-
-    def _timed_on_host(self, place: int, part: Part, step: StepArrays) -> list[float]:
-        """Seconds of every instruction."""
-        if part.kind == "native":
-            plan = self._plans[place]
-            return plan.run_timed(step.tokens, step.rows, self._native_batch(step))
-        begin = time.perf_counter()
-        self._run_on_host(part.items[0], step)
-        return [time.perf_counter() - begin]
-
-    def _bounds(self, step: StepArrays) -> tuple[int, int]:
-        """Most new tokens and rows of a sequence: of any call when it may be captured."""
-        if self._is_decode:
-            return 1, self.executor.shape.sequence_rows
-        new = int(np.diff(step.seq_start[: step.sequences + 1]).max())
-        longest = int(step.kv_len[: step.sequences].max())
-        return new, -(-longest // 256) * 256
-
-    def _steps(self, sizes: Sizes, max_new: int, max_kv: int) -> list[_Made]:
-        key = (sizes, max_new, max_kv)
-        if key not in self._made:
-            batch = self.executor.inputs.batch(
-                sizes, self.executor.shape.page_size, max_new, max_kv
-            )
-            made = [self._made_part(p, sizes, batch) for p in self.parts.order]
-            self._made[key] = made
-            if len(self._made) > _KEPT:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return self._made[key]
-
-    def _made_part(self, part: Part, sizes: Sizes, batch: Any) -> _Made:
-        made = _Made()
-        if part.kind != "gpu":
-            return made
-        if part is self.parts.order[0]:
-            made.add([self.executor.inputs.upload, *self._stream.begin()])
-        forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
-        begins = {s.after: f for s, f in forks.items()}
-        asides = {s.step: f for s, f in forks.items()}
-        ends = {s.before: f for s, f in forks.items()}
-        made.beside |= asides
-        for item in part.items:
-            if item.step in ends:
-                made.add([self.device.join(ends.pop(item.step))])
-            if item.kernel == STREAM_WEIGHTS:  # its readers wait for it
-                made.beside[item.step] = self._stream.fetch(item)
-                made.add([_nothing], item)
-                continue
-            step = self._step(item, sizes, batch)
-            if item.step in asides:
-                step = self.device.aside(asides[item.step], step)
-            made.add(self._stream.before(item))
-            made.add([step], item)
-            made.add(self._stream.after(item))
-            if item.step in begins:
-                made.add([self.device.fork(begins.pop(item.step))])
-        return made
-
-    def _is_whole(self, side: Side, part: Part) -> bool:
-        """Whether fork, work and join are all in the part."""
-        places = {i.step for i in part.items}
-        return {side.after, side.step, side.before} <= places
-
-    def _start(self, made: _Made, part: Part) -> None:
-        """Run a part's steps; from the second call of a decode size on, as one graph."""
-        may_capture = self.executor.capture and self._is_decode
-        if made.graph is None and may_capture and made.runs > 0:
-            made.graph = self.device.capture(made.steps)
-        made.runs += 1
-        self.device.run(made.steps if made.graph is None else [made.graph])
-
-    def _finish(self) -> None:
-        """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
-        try:
-            ended = self.device.finish(self._check, _PATIENCE)
-        except ExecutionError:
-            raise
-        except RuntimeError as error:
-            raise ExecutionError(f"the GPU's share of @{self.phase.name}: {error}") from error
-        if not ended:
-            raise ExecutionError(
-                f"@{self.phase.name} did not end within {_PATIENCE:.0f} s: the GPU waits for an "
-                "answer of the CPU that does not come"
-            )
-
-    def _wait_for_boxes(self, part: Part) -> None:
-        for number in part.awaits:
-            self._wait_for_box(self.first_box + number)
-
-    def _check(self) -> None:
-        """Raises ExecutionError with the first failure of the CPU's work."""
-        try:
-            self.executor.mailboxes.check()
-        except RuntimeError as error:
-            raise ExecutionError(f"the CPU's share of @{self.phase.name}: {error}") from error
-
-    def _wait_for_box(self, number: int) -> None:
-        """The host itself takes an answer, where it and not the GPU reads the result."""
-        end = time.perf_counter() + _PATIENCE
-        while not self.executor.mailboxes.take(number):
-            self._check()
-            if time.perf_counter() > end:
-                raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
-        self._check()
-
-    def _logits_at(self, tokens: int, rows: int) -> torch.Tensor:
-        bound = {"T": tokens, "O": rows}
-        return self.executor.tensor(self.phase, self._logits, bound)
-
-    # -- steps -----------------------------------------------------------------------------------
-    def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
-        bound = {"T": sizes.tokens, "O": sizes.rows}
-        count = len(self.phase.step(item).operands)
-        given = [self._value(o, bound, batch) for o in item.operands[:count]]
-        results = [self._value(o, bound, batch) for o in item.operands[count:]]
-        if item.kernel == POST:
-            return self.device.post(given, results, self._box(item))
-        if item.kernel == AWAIT and item.step in self.parts.box_of:
-            return self.device.receive(given, results, self._box(item))
-        if item.kernel in CROSSINGS.values():
-            return _together([self.device.copy(s, t) for s, t in zip(given, results, strict=True)])
-        return self._named(item, self.device.kernel(self._kernel_call(item, bound, given, results)))
-
-    def _box(self, item: Instruction) -> Any:
-        return self.executor.mailboxes.boxes[self.first_box + self.parts.box_of[item.step]]
-
-    def _kernel_call(
-        self, item: Instruction, sizes: dict[str, int], given: list[Any], results: list[Any]
-    ) -> KernelCall:
-        step = self.phase.step(item)
-        definition = op_def(step.op.name)
-        full = definition.signature.full_attrs(step.op.attrs)
-        bindings = {**step.bindings, **sizes}
-        attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
-        out = tuple(r if isinstance(r, torch.Tensor) else None for r in results)
-        kernel = kernel_of(step.op, item.kernel, item.device)
-        absent = [None] * (len(definition.signature.params) - len(given))
-        return KernelCall(definition, kernel, [*given, *absent], out, attrs)
-
-    def _named(self, item: Instruction, step: Step) -> Step:
-        """The step, whose errors name the op."""
-
-        def run() -> object:
-            try:
-                return step()
-            except Exception as error:
-                line = op_line(self.phase, item)
-                raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
-
-        return run
-
-    def _value(self, ref: OperandRef, sizes: dict[str, int], batch: Any) -> Any:
-        if ref is None:
-            return None
-        if isinstance(ref, TensorRef):
-            if not self.phase.layouts.is_value(ref.view.root):
-                return self._stream.value(ref.view.root)
-            return self.executor.tensor(self.phase, ref, sizes)
-        if isinstance(ref, WeightUse):
-            return self.executor.weights.on_gpu(ref, self.device.weight)
-        if isinstance(ref, StateUse):
-            return self.executor.state(self.phase, ref)
-        return batch
-
-    # -- on the host -----------------------------------------------------------------------------
-    def _native_batch(self, step: StepArrays) -> Any:
-        from ktgraph.cpu_kernels import load_native
-
-        batch = load_native().Batch()
-        step.give_to(batch)
-        return batch
-
-    def _run_on_host(self, item: Instruction, step: StepArrays) -> None:
-        """An op's torch function on copies of its operands; the GPU is idle meanwhile."""
-        flat = self.phase.step(item)
-        bound = {"T": step.tokens, "O": step.rows}
-        batch = step.as_batch(self.executor.shape.page_size)
-        count = len(flat.operands)
-        given = [self._host_value(o, bound, batch) for o in item.operands[:count]]
-        results = [self._value(o, bound, batch) for o in item.operands[count:]]
-        call = self._kernel_call(item, bound, given, results)
-        assert call.kernel.launch is not None
-        try:
-            found = call.kernel.launch(*given, **call.attrs)
-        except Exception as error:
-            line = op_line(self.phase, item)
-            raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
-        values = cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
-        for target, value in zip(results, values, strict=True):
-            if isinstance(target, torch.Tensor):
-                target.copy_(value)
-            else:
-                for kept, new in zip(target.parts, value.parts, strict=True):
-                    kept.copy_(new)
-
-    def _host_value(self, ref: OperandRef, sizes: dict[str, int], batch: Batch) -> Any:
-        if isinstance(ref, WeightUse):
-            return self.executor.weights.value(ref)
-        found = self._value(ref, sizes, batch)
-        if isinstance(found, InPlaceState):
-            return replace(found, parts=tuple(p.cpu() for p in found.parts))
-        return found.cpu() if isinstance(found, torch.Tensor) else found
-
-
 def _pin_streamed(plan: Plan, device: GpuDevice, weights: LoadedWeights) -> None:
     """Make the host's copy of streamed weights fit for copies at the link's rate."""
     keys = {
@@ -535,18 +192,6 @@ def _pin_streamed(plan: Plan, device: GpuDevice, weights: LoadedWeights) -> None
                 refused,
             )
             return
-
-
-def _nothing() -> None:
-    """A step of something that happens on another stream."""
-
-
-def _together(steps: Sequence[Step]) -> Step:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
 
 
 __all__ = ["GpuExecutor"]

@@ -13,7 +13,7 @@ from lowered_models import prompts
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.executor import ExecutionError
-from ktgraph.runtime.gpu import executor as executor_module
+from ktgraph.runtime.gpu import phase as phase_module
 from ktgraph.runtime.gpu.device import KernelCall, Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 
@@ -99,7 +99,7 @@ def test_a_mailbox_that_never_answers(
     service.stop()
     begin = time.perf_counter()
     with monkeypatch.context() as patch:
-        patch.setattr(executor_module, "_PATIENCE", 0.2)
+        patch.setattr(phase_module, "PATIENCE", 0.2)
         fails_once(hybrid, started, ExecutionError, r"@decode did not end within.*does not come")
     assert time.perf_counter() - begin < 10
     goes_on(hybrid, started)
