@@ -248,6 +248,7 @@ class BoundPhase:
                 f"@{self.phase.name} did not end within {PATIENCE:.0f} s: the GPU waits for an "
                 "answer of the CPU that does not come"
             )
+        self._check()  # a failed answer lets the stream go on: what it made then is void
 
     def _wait_for_boxes(self, part: Part) -> None:
         for number in part.awaits:
