@@ -14,6 +14,7 @@ from ktgraph.ir.graph import Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import CostDims, OpDef, Reach, op_def
 from ktgraph.target import Device, Target
+from ktgraph.weights.encodings import Tile
 from ktgraph.weights.encodings import nbytes as encoded_nbytes
 
 Encodings = Mapping[str, Encoding]  # of weights by name
@@ -77,6 +78,7 @@ class OpCost:
     written: float  # bytes
     weights: float  # bytes of the weights it reads, part of `read`
     known: bool  # False: the op has no cost rule
+    cpu_dtype: str = ""  # what a CPU computes in, where that is another: int8 for integer weights
 
     @property
     def intensity(self) -> float:
@@ -92,10 +94,15 @@ class OpCost:
         as f32, which every description has.
         """
         at = target.device(device or self.device)
-        dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
+        dtype = self._dtype_on(at, fallback)
         memory, compute = self._reach(at)
         moved = (self.read + self.written) / (at.bandwidth_at() * memory)
         return max(self.flops / (at.peak_for(dtype) * compute), moved) + self._launch(at)
+
+    def _dtype_on(self, at: Device, fallback: bool) -> str:
+        """The key of the device's peak."""
+        own = self.cpu_dtype if at.kind == "cpu" and self.cpu_dtype in at.peak else self.dtype
+        return own if own in at.peak or not fallback else "f32"
 
     def _reach(self, at: Device) -> Reach:
         """Shares of the device's bandwidth and peak that this op's kernels reach there."""
@@ -109,7 +116,7 @@ class OpCost:
     def bound(self, target: Target, device: str | None = None, *, fallback: bool = False) -> str:
         """What limits it there: compute, memory or launch."""
         at = target.device(device or self.device)
-        dtype = self.dtype if self.dtype in at.peak or not fallback else "f32"
+        dtype = self._dtype_on(at, fallback)
         memory_reach, compute_reach = self._reach(at)
         compute = self.flops / (at.peak_for(dtype) * compute_reach)
         moved = (self.read + self.written) / (at.bandwidth_at() * memory_reach)
@@ -147,8 +154,9 @@ def op_cost(
     known = has_cost_rule(definition)
     dtype = _compute_dtype(op)
     return OpCost(
-        op, where, repeats, device, dtype, flops, read, written, min(weights, read), known
-    )
+        op, where, repeats, device, dtype, flops, read, written, min(weights, read), known,
+        _cpu_dtype(module, op, encodings or {}),
+    )  # fmt: skip
 
 
 def has_cost_rule(definition: OpDef) -> bool:
@@ -230,6 +238,23 @@ def _written(op: Op, call: Call, bindings: Mapping[str, int]) -> float:
 
 def _device(op: Op) -> str | None:
     return next((r.type.device for r in op.results if not isinstance(r.type, BatchType)), None)
+
+
+def _cpu_dtype(module: Module, op: Op, encodings: Encodings) -> str:
+    """int8 where a CPU's kernel multiplies integer weights with rows rounded to 8 bits, else ""."""
+    if op.name not in ("nn.linear", "nn.swiglu", "moe.grouped_mlp"):
+        return ""
+    for ref in op.weights:
+        planned = encodings.get(ref.name) or module.weight_of(ref).type.encoding
+        if planned is not None and (planned.name in _INTEGERS or planned.name.startswith("gguf.")):
+            return "int8"
+        tile = Tile.of(planned)
+        if tile is not None and tile.rows == "int8":
+            return "int8"
+    return ""
+
+
+_INTEGERS = ("int8", "int4", "int4p", "int4z", "mxfp4")
 
 
 def _compute_dtype(op: Op) -> str:

@@ -7,6 +7,7 @@ on every device, what `place` wrote down about it, and the kernels that were not
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,8 @@ def _in_block(func: Function, block: Block, layers: str) -> Iterator[_Place]:
 
 def _is_named(op: Op, what: str) -> bool:
     if what.startswith("%"):
-        return any(r.name == what[1:] for r in op.results)
+        own = re.compile(re.escape(what[1:]) + r"(\.\d+)?$")  # also %routed.18 of a split repeat
+        return any(own.match(r.name) for r in op.results)
     return what in (op.name, op.name.rpartition(".")[2]) or any(r.name == what for r in op.results)
 
 

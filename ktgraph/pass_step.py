@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.errors import KtgraphError, MemoryBudgetError, UnsupportedInputError
 from ktgraph.ir.graph import Module
 from ktgraph.ir.verify import verify
 from ktgraph.pass_api import Numerics, PassContext, RuleEvent
@@ -77,7 +77,7 @@ def _own_context(step: Step, ctx: PassContext) -> PassContext:
 def _run(step: Step, module: Module, ctx: PassContext) -> None:
     try:
         step.instance.run(module, ctx)
-    except UnsupportedInputError:  # what the user gave is wrong, not the pass
+    except (UnsupportedInputError, MemoryBudgetError):  # what the user gave is wrong, not the pass
         raise
     except Exception as error:
         raise StepError("run", f"{type(error).__name__}: {error}") from error

@@ -190,13 +190,18 @@ def _phase_svg(phase: str, events: Sequence[Event]) -> str:
     )
 
 
+def _shown(event: Event) -> str:
+    """The event's first value: given, or read from the op's line."""
+    return escape(f"%{event.value}" if event.value else event.op.split(" = ")[0].strip())
+
+
 def _bar(event: Event, row: int, end: float) -> str:
     x, width = event.start / end * _WIDTH, max(event.seconds / end * _WIDTH, 0.02)
     kind = "copy" if event.category == "copy" else "cpu" if event.lane == "cpu" else "gpu"
     about = f"{event.seconds * 1e6:.4g} µs from {event.start * 1e6:.4g}\n{event.op}"
     return (
         f'<rect x="{x:.3f}" y="{row * _ROW + 3}" width="{width:.3f}" height="{_ROW - 6}" '
-        f'fill="{_COLORS[kind]}" fill-opacity="0.8"><title>%{escape(event.value)}: '
+        f'fill="{_COLORS[kind]}" fill-opacity="0.8"><title>{_shown(event)}: '
         f"{escape(about)}</title></rect>"
     )
 

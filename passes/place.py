@@ -70,7 +70,8 @@ class Place(Pass):
             for run in decision.runs[region.number]
         ]
         blocks = _Applying(module, decision).apply()
-        named = [r for part in zip(rows, blocks, strict=True) for r in _renamed(*part)]
+        regions = [r for r in decision.regions for _ in decision.runs[r.number]]
+        named = [r for part in zip(rows, regions, blocks, strict=True) for r in _renamed(*part)]
         _report(module, ctx, decision, named)
 
     def _settings(self, ctx: PassContext) -> Settings:
@@ -221,10 +222,13 @@ class _Devices:
 
 
 # -- report ----------------------------------------------------------------------------------------
-def _renamed(rows: Sequence[Row], block: Block) -> Iterator[Row]:
-    """Rows with the names that the ops have after repeats were split."""
+def _renamed(rows: Sequence[Row], region: Region, block: Block) -> Iterator[Row]:
+    """Rows with the names that the ops have after repeats were split, which may add ops."""
+    kept = {id(op) for op in block.ops}
     for row in rows:
-        names = ", ".join(f"%{r.name}" for r in block.ops[row.number].results)
+        own = region.sites[row.number].op
+        op = own if id(own) in kept else block.ops[row.number]
+        names = ", ".join(f"%{r.name}" for r in op.results)
         yield replace(row, value=f"{row.value.split(' ')[0]} {names}")
 
 

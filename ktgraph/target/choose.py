@@ -154,8 +154,9 @@ def _no_gpu(wanted: str) -> TargetError:
     return TargetError(
         f'target="{wanted}" needs a CUDA GPU, and torch sees none on this machine. Instead:\n'
         '  target="cpu"                              run on the CPU alone\n'
-        '  target=kt.load_target("rtx4090-24g+xeon") plan for a machine that is described\n'
-        '  target=kt.hybrid(gpu="simulated")         run the hybrid path for a simulated GPU'
+        '  target="simulated"                        run the hybrid path on a simulated GPU,\n'
+        '                                            as kt.hybrid(gpu="simulated") gives it\n'
+        "  ktgraph dump MODEL --target NAME          plan for a machine that is described"
     )
 
 
