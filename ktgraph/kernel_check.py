@@ -135,6 +135,8 @@ def _lockstep(small: Module, seed: int) -> list[KernelError]:
     weights = WeightEvaluator(small, RandomSource(small, seed))
     shape = CacheShape(_OPTIONS.page_size, _OPTIONS.context, _OPTIONS.context)
     states = allocate_states(plan.states, small.dims, shape.rows)
+    for part in (p for state in states for p in state.parts):
+        part.fill_(float("nan"))  # rows that nobody wrote must not count, whatever memory held
     worst = _Worst({})
     executor = _Lockstep(plan, load_weights(plan.uses(), weights), states, shape, 1)
     executor.watch(weights, worst)
