@@ -5,10 +5,11 @@
     python bench/hybrid.py table                  what was measured, one table
 
 Weights are synthetic: one random matrix per shape and encoding, physically copied to every place
-that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Routing
-is random.  The floor of a decode step is, over layers, attention and router at HBM bandwidth, the
-hand-over, and the longer of the shared expert and the chosen experts' bytes at DRAM bandwidth; then
-the head.  All bandwidths are measured in the same run.
+that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Tokens
+are random, and routers choose by what comes of them.  The floor of a decode step is, over layers,
+attention and router at HBM bandwidth, the hand-over (10 µs, assumed), and the longer of the shared
+expert and the chosen experts' bytes at DRAM bandwidth; then the head.  All bandwidths are measured
+in the same run.
 """
 
 from __future__ import annotations
@@ -18,30 +19,27 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from synthetic_models import MODELS, CopiedWeights
 
 from ktgraph.ir.parser import parse_module
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.runtime.cache import CacheShape
-from ktgraph.runtime.native import dense_dtype
-from ktgraph.runtime.operands import WeightUse
-from ktgraph.runtime.packed import LoadedWeights, use_nbytes
+from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.runner import Runner, gpu_device
-from ktgraph.weights.encodings import empty_packed, pack_matrix
 
 PREPARED = Path("build/bench-hybrid")
 RESULTS = Path("bench/results/hybrid.jsonl")
 TARGET = "h200+xeon-amx"
-WARM, STEPS, ROUTER = 8, 48, 0.5
-HANDOVER = 10e-6  # seconds a layer: bench/results, "hand-over"
+WARM, STEPS = 8, 48
+HANDOVER = 10e-6  # seconds a layer, assumed: what such a hand-over took in an earlier trial
 
 _ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
 _STREAMED = (
@@ -80,67 +78,6 @@ _ALL = (
 CELLS = {c.name: c for c in _ALL}
 
 
-# -- models ---------------------------------------------------------------------------------------
-def _deepseek(layers: int | None, **sizes: Any) -> Any:
-    import transformers
-
-    common = dict(
-        vocab_size=102400, n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, norm_topk_prob=False,
-        num_experts_per_tok=6, max_position_embeddings=8192,
-    )  # fmt: skip
-    return transformers.DeepseekV2Config(**{**common, **sizes})
-
-
-def deepseek_v2_lite(layers: int | None) -> Any:
-    return _deepseek(
-        layers, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
-        num_hidden_layers=layers or 27, num_attention_heads=16, num_key_value_heads=16,
-        n_routed_experts=64, q_lora_rank=None, topk_method="greedy", routed_scaling_factor=1.0,
-    )  # fmt: skip
-
-
-def deepseek_v2(layers: int | None) -> Any:
-    return _deepseek(
-        layers, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
-        num_hidden_layers=layers or 60, num_attention_heads=128, num_key_value_heads=128,
-        n_routed_experts=160, q_lora_rank=1536, topk_method="group_limited_greedy", n_group=8,
-        topk_group=3, routed_scaling_factor=16.0,
-    )  # fmt: skip
-
-
-def qwen3_30b_a3b(layers: int | None) -> Any:
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=layers or 48, num_attention_heads=32, num_key_value_heads=4,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    config.head_dim = 128
-    return config
-
-
-def qwen2_57b_a14b(layers: int | None) -> Any:
-    import transformers
-
-    return transformers.Qwen2MoeConfig(
-        vocab_size=151936, hidden_size=3584, intermediate_size=18944, moe_intermediate_size=2560,
-        shared_expert_intermediate_size=20480, num_hidden_layers=layers or 28,
-        num_attention_heads=28, num_key_value_heads=4, num_experts=64, num_experts_per_tok=8,
-        norm_topk_prob=False, max_position_embeddings=8192, tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-MODELS: dict[str, Callable[[int | None], Any]] = {
-    "deepseek-v2-lite": deepseek_v2_lite,
-    "deepseek-v2": deepseek_v2,
-    "qwen3-30b-a3b": qwen3_30b_a3b,
-    "qwen2-57b-a14b": qwen2_57b_a14b,
-}
-
-
 def options_of(cell: Cell) -> CompileOptions:
     context = max(cell.prompt, cell.context) + WARM + STEPS + 64
     return CompileOptions(
@@ -176,53 +113,6 @@ def prepare(cell: Cell) -> Path:
     path = PREPARED / f"{cell.name}.ktir"
     path.write_text(str(module), encoding="utf-8")
     return path
-
-
-# -- weights --------------------------------------------------------------------------------------
-class CopiedWeights:
-    """One random matrix per (shape, encoding), copied to every place that wants one."""
-
-    def __init__(self, gpu: torch.device) -> None:
-        self.gpu = gpu
-        self._random = torch.Generator().manual_seed(0)
-        self._packed: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
-
-    def load(self, uses: Sequence[WeightUse]) -> LoadedWeights:
-        return LoadedWeights({use.key: self._make(use) for use in uses})
-
-    def _make(self, use: WeightUse) -> torch.Tensor:
-        shape = tuple(d.const() for d in use.type.dims)
-        if use.form == "tile":
-            return self._tiles(use, shape)
-        return self._dense(use, shape)
-
-    def _tiles(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
-        one, count = self._one(use, shape[-2:]), prod(shape[:-2])
-        if use.device != "cpu":
-            return one.to(self.gpu).repeat(count)
-        whole = empty_packed(shape, use.tile.encoding)
-        whole.reshape(count, -1)[:] = one
-        return whole
-
-    def _one(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
-        key = (shape, str(use.tile.encoding))
-        if key not in self._packed:
-            values = torch.randn(shape, generator=self._random) * shape[-1] ** -0.5
-            one = empty_packed(shape, use.tile.encoding)
-            pack_matrix(one, 0, values, shape, use.tile.encoding)
-            self._packed[key] = one
-        return self._packed[key]
-
-    def _dense(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
-        from ktgraph.ops.tensor import torch_dtype
-
-        dtype = torch_dtype(dense_dtype(use))
-        place = self.gpu if use.device != "cpu" else torch.device("cpu")
-        if len(shape) == 1:  # norms, biases, tables of frequencies
-            return torch.full(shape, 0.5, dtype=dtype, device=place)
-        scale = ROUTER if use.ref.name.endswith("gate") else shape[-1] ** -0.5
-        made = torch.empty(shape, dtype=dtype, device=place)
-        return made.normal_(std=scale)
 
 
 # -- floors ---------------------------------------------------------------------------------------
@@ -375,13 +265,20 @@ def _tokens(runner: Runner, count: int) -> list[int]:
     return torch.randint(0, runner.vocabulary, (count,)).tolist()
 
 
+def _checked(logits: torch.Tensor) -> None:
+    """Refuses to time a model whose numbers broke: its routing would not be random."""
+    if not bool(logits.isfinite().all()) or float(logits.std()) == 0.0:
+        raise SystemExit("refused: the logits are not finite, or all equal")
+
+
 def prefill_seconds(runner: Runner, tokens: int, repeats: int = 4) -> list[float]:
     found: list[float] = []
     for _ in range(repeats):
         seq = runner.open()
         start = time.perf_counter()
-        runner.forward([(seq, _tokens(runner, tokens))])
+        logits = runner.forward([(seq, _tokens(runner, tokens))])
         found.append(time.perf_counter() - start)
+        _checked(logits)
         runner.close(seq)
     return found[1:]
 
@@ -392,8 +289,9 @@ def decode_seconds(runner: Runner, context: int) -> list[float]:
     found: list[float] = []
     for token in _tokens(runner, WARM + STEPS):
         start = time.perf_counter()
-        runner.forward([(seq, [token])])
+        logits = runner.forward([(seq, [token])])
         found.append(time.perf_counter() - start)
+        _checked(logits)
     runner.close(seq)
     return found[WARM:]
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
 import transformers
 from decode import processor
+from synthetic_models import MODELS, CopiedWeights
 
 import ktgraph as kt
 from ktgraph.bench.limits import Reader
@@ -31,84 +31,12 @@ from ktgraph.pass_manager import PassManager
 from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.native import packed_nbytes
 from ktgraph.runtime.operands import WeightUse
-from ktgraph.runtime.packed import LoadedWeights, use_nbytes
+from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.runner import Runner
 from ktgraph.target import resolve_target
-from ktgraph.weights.encodings import empty_packed, pack_matrix
 
 PROMPT, WARM, STEPS = 32, 8, 64
-# Routers get normal weights of this size: scores differ from token to token and layer to layer, so
-# that every expert is chosen now and then.
-ROUTER = 0.5
-
-
-def deepseek_v2_lite(layers: int | None) -> Any:
-    return transformers.DeepseekV2Config(
-        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
-        num_hidden_layers=layers or 27, num_attention_heads=16, num_key_value_heads=16,
-        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1,
-        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0,
-        max_position_embeddings=4096,
-    )  # fmt: skip
-
-
-def qwen3_30b_a3b(layers: int | None) -> Any:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=layers or 48, num_attention_heads=32, num_key_value_heads=4,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    config.head_dim = 128
-    return config
-
-
-MODELS: dict[str, Callable[[int | None], Any]] = {
-    "deepseek-v2-lite": deepseek_v2_lite,
-    "qwen3-30b-a3b": qwen3_30b_a3b,
-}
-
-
-class CopiedWeights:
-    """One packed matrix per (shape, encoding), copied to every place that wants one."""
-
-    def __init__(self) -> None:
-        self._random = torch.Generator().manual_seed(0)
-        self._packed: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
-
-    def load(self, uses: Sequence[WeightUse]) -> LoadedWeights:
-        return LoadedWeights({use.key: self._make(use) for use in uses})
-
-    def _make(self, use: WeightUse) -> torch.Tensor:
-        shape = tuple(d.const() for d in use.type.dims)
-        if use.form != "tile":
-            return self._dense(use, shape)
-        whole = empty_packed(shape, use.tile.encoding)
-        count = prod(shape[:-2])
-        rows = whole.reshape(count, -1)
-        rows[:] = self._one(use, shape[-2:])
-        return whole
-
-    def _one(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
-        key = (shape, str(use.tile.encoding))
-        if key not in self._packed:
-            values = torch.randn(shape, generator=self._random) * shape[-1] ** -0.5
-            one = empty_packed(shape, use.tile.encoding)
-            pack_matrix(one, 0, values, shape, use.tile.encoding)
-            self._packed[key] = one
-        return self._packed[key]
-
-    def _dense(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
-        dtype = {"bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}.get(
-            use.type.dtype if use.form == "value" else "f32", torch.float32
-        )
-        if use.form == "stored" and use_nbytes(use) == 2 * prod(shape):
-            dtype = torch.bfloat16
-        if len(shape) == 1:  # norms, biases, tables of frequencies
-            return torch.full(shape, 0.5, dtype=dtype)
-        return (torch.randn(shape, generator=self._random) * ROUTER).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,11 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Words of one hand-over.  request, reply: int32[1] that both sides see; arrived: on the GPU.
-
-    call: address of the engine's prepared call, for devices that hand over by host functions.
-    """
+    """Words of one hand-over, int32[1] each: request and reply both sides see, arrived the GPU."""
 
     request: torch.Tensor
     reply: torch.Tensor
     arrived: torch.Tensor
-    call: int = 0
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """The few calls of the CUDA driver that torch does not offer; libcuda is opened when first needed.
 
-CUDA driver API, "Stream Memory Operations" and "Execution Control".  All of them can be captured
-into a CUDA graph.
+CUDA driver API, "Stream Memory Operations": they can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -45,19 +44,9 @@ def wait_value(stream: int, address: int, value: int) -> None:
     )
 
 
-def host_function(stream: int, function: int, argument: int) -> None:
-    """The stream calls a C function `void f(void*)` on a thread of the driver, and waits for it."""
-    _call(
-        "cuLaunchHostFunc",
-        ctypes.c_void_p(stream),
-        ctypes.c_void_p(function),
-        ctypes.c_void_p(argument),
-    )
-
-
 @cache
 def has_stream_memory_operations() -> bool:
-    """Whether the driver has `wait_value`; without it a hand-over takes host functions."""
+    """Whether the driver has `wait_value`, which a hand-over takes."""
     try:
         return hasattr(_library(), "cuStreamWaitValue32_v2")
     except DriverError:
@@ -78,7 +67,6 @@ def register_host(address: int, nbytes: int) -> None:
 __all__ = [
     "DriverError",
     "has_stream_memory_operations",
-    "host_function",
     "register_host",
     "wait_value",
 ]
