@@ -28,12 +28,16 @@ from typing import Any
 import torch
 from synthetic_models import MODELS, CopiedWeights
 
+from ktgraph.cost import cost_analysis
 from ktgraph.ir.parser import parse_module
+from ktgraph.measured import timeline_events
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.runner import Runner, gpu_device
+from ktgraph.target import load_target
+from ktgraph.timeline import lanes_html
 
 PREPARED = Path("build/bench-hybrid")
 RESULTS = Path("bench/results/hybrid.jsonl")
@@ -92,7 +96,6 @@ def prepare(cell: Cell) -> Path:
 
     import ktgraph as kt
     from ktgraph.pass_manager import PassManager
-    from ktgraph.target import load_target
     from ktgraph.target.description import parse_size
 
     with torch.device("meta"):
@@ -176,8 +179,8 @@ def hbm_bandwidth() -> float:
 
 
 # -- measuring ------------------------------------------------------------------------------------
-def run(cell: Cell, with_profile: bool = False) -> dict[str, Any]:
-    """Measure one cell."""
+def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -> dict[str, Any]:
+    """Measure one cell; with a folder, draw a prefill and a decode step there, op by op."""
     from ktgraph.bench.limits import Reader
     from ktgraph.cpu_kernels import load_native
 
@@ -209,6 +212,11 @@ def run(cell: Cell, with_profile: bool = False) -> dict[str, Any]:
     after = reader.read(threads) if reader else 0.0
     if with_profile:
         print(profile(runner, cell.context, cell.prompt), flush=True)
+    if timelines:
+        cost = cost_analysis(module, load_target(TARGET))
+        events = timeline_events(runner, cost, cell.prompt)
+        page = lanes_html(cell.name, events)
+        (timelines / f"{cell.name}.html").write_text(page, encoding="utf-8")
     floor = decode_floor(read, layers, max(before, after, 1.0), hbm)
     median = statistics.median(decode)
     return {
@@ -325,6 +333,7 @@ def main() -> int:
     parser.add_argument("what", choices=("prepare", "run", "table"))
     parser.add_argument("cells", nargs="*", help="default: all")
     parser.add_argument("--profile", action="store_true", help="also print where time goes")
+    parser.add_argument("--timelines", type=Path, help="a folder for measured timelines")
     args = parser.parse_args()
     unknown = sorted(set(args.cells) - CELLS.keys())
     if unknown:
@@ -338,7 +347,7 @@ def main() -> int:
         for cell in chosen:
             if cell.name in done and not args.cells:
                 continue
-            found = run(cell, args.profile)
+            found = run(cell, args.profile, args.timelines)
             RESULTS.parent.mkdir(parents=True, exist_ok=True)
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
