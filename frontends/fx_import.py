@@ -155,16 +155,35 @@ class Importer:
         name = weight_name(fqn)
         name = fqn if name in self.module.weights else name
         type = TensorType.of(dtype_name(tensor.dtype), *tensor.shape)
-        type = type.encoded(_stored(self.twin.stored.get(fqn), tensor.dtype))
-        self.module.add_weight(Weight(name, type, source=fqn))
+        upright = self.twin.files.upright.get(fqn)
+        if upright is not None:
+            self._declare_upright(name, upright, type)
+        else:
+            encoded = self.twin.files.encodings.get(fqn)
+            encoded = encoded or _stored(self.twin.stored_dtype(fqn), tensor.dtype)
+            self.module.add_weight(Weight(name, type.encoded(encoded), source=fqn))
         self._weights[id(tensor)] = WeightRef(name)
         return self._weights[id(tensor)]
+
+    def _declare_upright(self, name: str, source: str, type: TensorType) -> None:
+        """A parameter that the files hold with its last two axes the other way round."""
+        *lead, columns, rows = type.dims
+        encoding = self.twin.files.encodings[source]
+        stored = Weight(
+            weight_name(source), TensorType(type.dtype, (*lead, rows, columns), encoding),
+            source=source,
+        )  # fmt: skip
+        self.module.add_weight(stored)
+        self.module.add_weight(Weight(name, type, recipe=Recipe("transpose", (stored.ref(),))))
 
     def _declared(self, ref: WeightRef) -> TensorType:
         return self.module.weights[ref.name].type
 
     def derived_weight(self, ref: WeightRef, suffix: str, kind: str, type: TensorType) -> WeightRef:
-        """A weight made from another by a recipe."""
+        """A weight made from another by a recipe; what is transposed twice is the weight itself."""
+        made = self.module.weights[ref.name].recipe
+        if kind == "transpose" and made is not None and made.kind == kind and not made.attrs:
+            return made.args[0]
         name = f"{ref.name}.{suffix}"
         if name not in self.module.weights:
             self.module.add_weight(Weight(name, type, recipe=Recipe(kind, (ref,))))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktgraph.frontends.errors import UnsupportedModelError
+from ktgraph.ir.types import Encoding
 
 Source = PreTrainedModel | PreTrainedConfig | str | Path
+
+
+@dataclass(frozen=True)
+class FileForms:
+    """How files store what they do not store in the model's own dtype, by parameter.
+
+    `upright`: the name that has the rows of a parameter whose file holds it transposed.
+    """
+
+    encodings: Mapping[str, Encoding] = field(default_factory=dict[str, Encoding])
+    upright: Mapping[str, str] = field(default_factory=dict[str, str])
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
 
 
 @dataclass
@@ -26,6 +39,11 @@ class Twin:
     model: PreTrainedModel
     buffers: dict[str, Tensor]
     stored: dict[str, torch.dtype]  # dtype of each parameter and buffer before any override
+    files: FileForms = field(default_factory=FileForms)
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype that a parameter is stored in: the files', else the model's own."""
+        return self.files.dtypes.get(name, self.stored.get(name))
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -39,8 +57,24 @@ def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
     """
     if isinstance(source, PreTrainedModel):
         return _twin_of_model(source, dtype)
-    config = source if isinstance(source, PreTrainedConfig) else load_config(source)
-    return _twin_of_config(copy.deepcopy(config), dtype)
+    if isinstance(source, PreTrainedConfig):
+        return _twin_of_config(copy.deepcopy(source), dtype)
+    twin = _twin_of_config(load_config(source), dtype)
+    if getattr(twin.config, "quantization_config", None) is not None:
+        twin.files = _file_forms(Path(source), twin.model)
+    return twin
+
+
+def _file_forms(folder: Path, model: PreTrainedModel) -> FileForms:
+    """What the headers of a quantized checkpoint say."""
+    from ktgraph.weights.sources import SafetensorsSource
+
+    source = SafetensorsSource(folder, model.config)
+    upright = {name: found for name in source.names() if (found := source.upright(name))}
+    names = [*source.names(), *upright.values()]
+    encodings = {name: found for name in names if (found := source.encoding(name))}
+    plain = [n for n in source.names() if n not in encodings and n not in upright]
+    return FileForms(encodings, upright, {name: source.dtype(name) for name in plain})
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
@@ -119,6 +153,7 @@ def twin_like(twin: Twin, config: PreTrainedConfig) -> Twin:
     for name, t in _tensors(model):
         t.data = t.data.to(kinds.get(_any_layer(name), t.dtype))
     other = _finish(model, {}, None)
+    other.files = twin.files
     stored = {_any_layer(name): dtype for name, dtype in twin.stored.items()}
     other.stored = {name: stored.get(_any_layer(name), d) for name, d in other.stored.items()}
     return other

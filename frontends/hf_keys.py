@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ktgraph.frontends.safetensors_files import CheckpointError, Shards
+from ktgraph.frontends.safetensors_files import CheckpointError
 
 
 @dataclass
@@ -43,18 +44,20 @@ class _Found:
     keys: dict[str | None, list[str]] = field(default_factory=dict)
 
 
-def plan(model: PreTrainedModel, shards: Shards) -> dict[str, Recipe]:
+def plan(
+    model: PreTrainedModel, folder: Path, entries: Mapping[str, object]
+) -> dict[str, Recipe]:
     """A recipe for each parameter and persistent buffer of `model` (which may be on meta).
 
-    Raises CheckpointError listing what is missing.  File tensors that nothing needs are left out.
+    entries: the tensors of the checkpoint folder, by name.  Raises CheckpointError listing what is missing.  File tensors that nothing needs are left out.
     """
     wanted = dict(model.state_dict())
-    found = _assign(model, shards.entries, wanted)
+    found = _assign(model, entries, wanted)
     recipes = {name: _recipe(name, f) for name, f in found.items()}
     _alias_tied(model, recipes)
     missing = [name for name in wanted if name not in recipes]
     if missing:
-        raise _missing(shards, missing)
+        raise _missing(folder, entries, missing)
     return recipes
 
 
@@ -116,12 +119,12 @@ def _alias_tied(model: PreTrainedModel, recipes: dict[str, Recipe]) -> None:
                 recipes.setdefault(name, recipes[stored])
 
 
-def _missing(shards: Shards, missing: list[str]) -> CheckpointError:
+def _missing(folder: Path, entries: Iterable[str], missing: list[str]) -> CheckpointError:
     name = missing[0]
-    close = difflib.get_close_matches(name, shards.entries, n=1)
+    close = difflib.get_close_matches(name, list(entries), n=1)
     near = f" (closest in the files: {close[0]!r})" if close else ""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return CheckpointError(
-        f"{shards.folder}: no tensor for parameter {name!r}{near}{more}. The files do not belong "
+        f"{folder}: no tensor for parameter {name!r}{near}{more}. The files do not belong "
         "to this config.json, or a shard is missing; download the checkpoint again"
     )

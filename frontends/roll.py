@@ -16,6 +16,7 @@ from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.naming import family, place_of
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Block, Function, Module, Op, Operand, Value, Weight, WeightRef
+from ktgraph.ir.types import TensorType
 
 INDEX = "i"
 _Source = tuple[int, int]  # (position of an op in its layer, number of its result)
@@ -43,7 +44,7 @@ class Layer:
 def roll_layers(module: Module) -> int:
     """Roll every run of two or more equal layers of ``@main``, in place; returns how many runs."""
     func = module.functions["main"]
-    runs = _runs(_layers(func), func)
+    runs = _with_families(module, _runs(_layers(module, func), func))
     for run in reversed(runs):  # from the end, so that a run still reads what it was found to read
         # values of the last run lose their layer prefix, others keep that of their first layer
         _roll(module, func, run, bare=run is runs[-1])
@@ -54,7 +55,7 @@ def roll_layers(module: Module) -> int:
 # ---------------------------------------------------------------- finding runs
 
 
-def _layers(func: Function) -> list[Layer]:
+def _layers(module: Module, func: Function) -> list[Layer]:
     """Stretches of ops of one layer; a layer in two pieces is left out."""
     stretches: list[tuple[int, list[Op]]] = []
     for op in func.body.ops:
@@ -66,15 +67,15 @@ def _layers(func: Function) -> list[Layer]:
         else:
             stretches.append((number, [op]))
     numbers = [n for n, _ in stretches]
-    return [_layer(n, ops) for n, ops in stretches if n >= 0 and numbers.count(n) == 1]
+    return [_layer(module, n, ops) for n, ops in stretches if n >= 0 and numbers.count(n) == 1]
 
 
-def _layer(number: int, ops: list[Op]) -> Layer:
+def _layer(module: Module, number: int, ops: list[Op]) -> Layer:
     inside = {r: (i, j) for i, op in enumerate(ops) for j, r in enumerate(op.results)}
     outside: list[Value] = []
     lines = []
     for op in ops:
-        tokens = [_token(o, number, inside, outside) for o in op.operands]
+        tokens = [_token(module, o, number, inside, outside) for o in op.operands]
         attrs = {k: _relative(k, v, number) for k, v in op.attrs.items()}
         types = [str(r.type) for r in op.results]
         lines.append(f"{op.name} {tokens} {attrs} {types}")
@@ -83,13 +84,18 @@ def _layer(number: int, ops: list[Op]) -> Layer:
 
 
 def _token(
-    operand: Operand, number: int, inside: dict[Value, _Source], outside: list[Value]
+    module: Module,
+    operand: Operand,
+    number: int,
+    inside: dict[Value, _Source],
+    outside: list[Value],
 ) -> str:
     if operand is None:
         return "_"
     if isinstance(operand, WeightRef):
         member = family(operand.name)
-        return member[0] if member and member[1] == number else operand.name
+        name = member[0] if member and member[1] == number else operand.name
+        return f"{name} {module.weights[operand.name].type}"
     if operand in inside:
         return f"%{inside[operand]}"
     if operand not in outside:
@@ -150,6 +156,36 @@ def _closed(run: list[Layer], func: Function) -> list[Layer]:
             return run
         run = run[:-1]
     return run
+
+
+def _with_families(module: Module, runs: list[list[Layer]]) -> list[list[Layer]]:
+    """Runs whose weights can be families, the longest first: a name is one family of one type.
+
+    Layers that differ in how weights are stored (GGUF mixes formats) are runs apart.
+    """
+    kept: list[list[Layer]] = []
+    for run in sorted(runs, key=len, reverse=True):
+        if all(_share_families(module, run, other) for other in kept):
+            kept.append(run)
+    return [run for run in runs if run in kept]
+
+
+def _share_families(module: Module, run: list[Layer], other: list[Layer]) -> bool:
+    """Whether weights of one name have one type in two runs, which then must be neighbours."""
+    mine, others = _weights_of(module, run[0]), _weights_of(module, other[0])
+    shared = mine.keys() & others.keys()
+    neighbours = 1 in (run[0].number - other[-1].number, other[0].number - run[-1].number)
+    return not shared or (neighbours and all(mine[n] == others[n] for n in shared))
+
+
+def _weights_of(module: Module, layer: Layer) -> dict[str, TensorType]:
+    """Types of a layer's own weights, by the name of their family."""
+    found: dict[str, TensorType] = {}
+    for name, weight in module.weights.items():
+        member = family(name)
+        if member is not None and member[1] == layer.number:
+            found[member[0]] = weight.type
+    return found
 
 
 # ---------------------------------------------------------------- rolling

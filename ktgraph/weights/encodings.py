@@ -19,7 +19,13 @@ import torch
 from ktgraph.ir.parser import parse_type
 from ktgraph.ir.types import DTYPES, Encoding, TensorType
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.weights.gguf_blocks import GGUF_FORMATS, block_size, dequantize, row_nbytes
+from ktgraph.weights.gguf_blocks import (
+    GGUF_FORMATS,
+    GGUF_OTHERS,
+    block_size,
+    dequantize,
+    row_nbytes,
+)
 
 Stored = tuple[torch.Tensor, ...]  # e.g. the integers, then their scales
 Shape = Sequence[int]
@@ -478,7 +484,7 @@ register_encoding(
         True, _int8_nbytes, _fp8_from, _fp8_to, {"group": (128,)}, block=128,
     )
 )  # fmt: skip
-for _format in GGUF_FORMATS:
+for _format in (*GGUF_FORMATS, *GGUF_OTHERS):
     register_encoding(
         EncodingDef(
             f"gguf.{_format}", f"blocks of {_format.upper()} as a GGUF file holds them",

@@ -17,7 +17,6 @@ from ktgraph.ir.graph import Module, Recipe, Weight, WeightRef
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.weights.encodings import (
-    GGUF_FORMATS,
     Encoding,
     Stored,
     Tile,
@@ -26,16 +25,14 @@ from ktgraph.weights.encodings import (
     pack_matrix,
     parse_encoding,
 )
-from ktgraph.weights.gguf_blocks import row_nbytes
 from ktgraph.weights.recipes import recipe_def
-from ktgraph.weights.sources import BlockSource, WeightSource
-
-_BLOCKS = {f"gguf.{format}": format for format in GGUF_FORMATS}
+from ktgraph.weights.sources import EncodedSource, WeightSource
+from ktgraph.weights.stored_rows import has_rows, pack_rows, stored_row_nbytes
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """What is read of a source's tensors: values, or the bytes of GGUF blocks.
+    """What is read of a source's tensors: values, or rows as they are stored (`stored_rows`).
 
     Recipes of whole rows, the only ones that keep an encoding of rows, mean the same for both.
     """
@@ -102,13 +99,17 @@ class WeightEvaluator:
             yield self._entry(ref, index, entry, reader)
 
     def stored(self, ref: WeightRef, index: int | None = None) -> Stored:
-        """The arrays of the weight in its declared encoding, made from the unrounded values."""
+        """The arrays of the weight in its declared encoding, made from the unrounded values.
+
+        A weight that a source stores in that encoding: its rows (`stored_rows`), or, in tiles, the
+        very integers and scales.
+        """
         type = self.module.weight_of(ref).type
         encoding = type.encoding or Encoding(type.dtype)
         if Tile.of(encoding) is not None:
             return (self._packed(ref, index, encoding),)
-        if encoding.name in _BLOCKS:
-            return (self._value(ref, index, self._blocks(_BLOCKS[encoding.name])),)
+        if self._is_kept(ref):
+            return (self._value(ref, index, self._rows(encoding)),)
         inner, at = self._unencoded(ref, index)
         return from_float(self._value(inner, at, self._values(_as_it_is)), encoding)
 
@@ -117,12 +118,24 @@ class WeightEvaluator:
         shape = self.shape(ref)
         packed = empty_packed(shape, encoding)
         inner, at = self._unencoded(ref, index)
-        format = encoding.name.removeprefix("tile.")
-        blocks = format in GGUF_FORMATS
-        reader = self._blocks(format) if blocks else self._values(_as_it_is)
-        for number, matrix in enumerate(self._matrices(inner, at, reader)):
-            pack_matrix(packed, number, matrix, shape, encoding)
+        kept = self.module.weight_of(inner).type.encoding
+        if kept is None or not self._is_kept(inner):
+            for number, matrix in enumerate(self._matrices(inner, at, self._values(_as_it_is))):
+                pack_matrix(packed, number, matrix, shape, encoding)
+            return packed
+        for number, rows in enumerate(self._matrices(inner, at, self._rows(kept))):
+            try:
+                pack_rows(packed, number, rows, shape, kept, encoding)
+            except ValueError as error:
+                raise WeightError(f"@{inner.name}, matrix {number}: {error}") from error
         return packed
+
+    def _is_kept(self, ref: WeightRef) -> bool:
+        """Whether the weight is stored in its encoding, so that nothing is quantized here."""
+        weight, made = self._derived(ref)
+        if made is None or not has_rows(weight.type.encoding):
+            return has_rows(weight.type.encoding)
+        return made.kind != "quantize" and all(self._is_kept(arg) for arg in made.args)
 
     def _unencoded(self, ref: WeightRef, index: int | None) -> tuple[WeightRef, int | None]:
         """The weight under `pack` and `quantize`, so that it is rounded once, not twice."""
@@ -145,14 +158,14 @@ class WeightEvaluator:
     def _values(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> _Reader:
         return _Reader(lambda name, entry: convert(self.source.get(name, entry)), lambda n: n)
 
-    def _blocks(self, format: str) -> _Reader:
+    def _rows(self, encoding: Encoding) -> _Reader:
         source = self.source
-        if not isinstance(source, BlockSource):
+        if not isinstance(source, EncodedSource):
             raise WeightError(
-                f"{type(source).__name__} gives values, but blocks of {format} are packed bit by "
-                "bit: they come from a source with `blocks` (ktgraph/weights/sources.py)"
+                f"{type(source).__name__} gives values, but rows of {encoding} are packed bit by "
+                "bit: they come from a source with `rows` (ktgraph/weights/sources.py)"
             )
-        return _Reader(source.blocks, lambda columns: row_nbytes(format, columns))
+        return _Reader(source.rows, lambda columns: stored_row_nbytes(encoding, columns))
 
     # -- values ---------------------------------------------------------------------------------
     def shape(self, ref: WeightRef) -> list[int]:

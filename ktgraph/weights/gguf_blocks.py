@@ -1,20 +1,35 @@
-"""Blocks of GGUF files: which formats there are tiles for, their sizes, and the values they mean.
+"""Blocks of GGUF files: which formats there are, their sizes, and the values they mean.
 
 A tensor's bytes are uint8 [..., rows, bytes of a row]; a row is its blocks in column order.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-GGUF_FORMATS = ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_xs")
+GGUF_FORMATS = ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_xs")  # those that there are tiles for
+GGUF_OTHERS = (
+    "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq4_nl", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs",
+    "iq2_xxs", "iq1_s", "iq1_m", "mxfp4",
+)  # fmt: skip
+# Of random blocks: where a block's f16 scale (and the scale of its minima) lies, the scale that
+# brings values near 1, and how many times that the minima's is.
+_RANDOM = {
+    "q4_0": ((0,), 0.2, 0.0),
+    "q8_0": ((0,), 0.0135, 0.0),
+    "q4_k": ((0, 2), 0.006, 7.5),
+    "q5_k": ((0, 2), 0.003, 15.5),
+    "q6_k": ((208,), 0.0007, 0.0),
+    "iq4_xs": ((0,), 0.0007, 0.0),
+}
 
 
 def block_size(format: str) -> tuple[int, int]:
     """Columns and bytes of one block."""
-    from ktgraph.cpu_kernels.reference_layouts import FILE_BLOCKS
+    import gguf
 
-    return FILE_BLOCKS[format]
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format.upper()]]
 
 
 def row_nbytes(format: str, columns: int) -> int:
@@ -33,4 +48,24 @@ def dequantize(blocks: torch.Tensor, format: str) -> torch.Tensor:
     return torch.as_tensor(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
 
 
-__all__ = ["GGUF_FORMATS", "block_size", "dequantize", "row_nbytes"]
+def random_blocks(
+    format: str, rows: int, columns: int, rng: np.random.Generator, size: float
+) -> torch.Tensor:
+    """uint8 [rows, bytes of a row]: any bits under finite scales; values of about `size`."""
+    block, nbytes = block_size(format)
+    places, unit, minimum = _RANDOM[format]
+    each = rng.integers(0, 256, (rows, columns // block, nbytes), np.uint8)
+    scale = size * unit * rng.uniform(0.5, 1.5, each.shape[:2])
+    for place, factor in zip(places, (1.0, minimum), strict=False):
+        each[..., place : place + 2] = (scale * factor).astype(np.float16)[..., None].view(np.uint8)
+    return torch.as_tensor(each.reshape(rows, -1))
+
+
+__all__ = [
+    "GGUF_FORMATS",
+    "GGUF_OTHERS",
+    "block_size",
+    "dequantize",
+    "random_blocks",
+    "row_nbytes",
+]

@@ -47,6 +47,25 @@ class StoredInts:
         """The tile encoding that holds it."""
         return Tile(self.format, self.group, gate_up).encoding
 
+    def values(self) -> torch.Tensor:
+        """The f32 values [rows, cols] that the integers mean: the reference decoder."""
+        from ktgraph.cpu_kernels.reference_layouts import E2M1_TWICE
+
+        if self.format == "mxfp4":
+            q = torch.as_tensor(E2M1_TWICE)[self.q.long()].float() * 0.5
+        elif self.format == "fp8":
+            q = self.q.view(torch.float8_e4m3fn).float()
+        else:
+            q = self.q.float()
+        if self.zeros is not None:
+            q = q - self._per_column(self.zeros)
+        return q * self._per_column(self.scales)
+
+    def _per_column(self, each: torch.Tensor) -> torch.Tensor:
+        """[rows, groups] for each column."""
+        cols = self.q.shape[1]
+        return each.float().repeat_interleave(self.group or cols, dim=1)[:, :cols]
+
 
 def pack_stored(
     packed: torch.Tensor, number: int, matrix: StoredInts, count: int, gate_up: bool = False

@@ -14,17 +14,21 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module
-from ktgraph.ir.types import DTYPES
+from ktgraph.ir.types import DTYPES, Encoding
 from ktgraph.ops.tensor import torch_dtype
+from ktgraph.weights.gguf_blocks import GGUF_FORMATS, block_size, random_blocks
+from ktgraph.weights.stored_rows import has_rows, quantized, row_values, to_rows
 
 if TYPE_CHECKING:
     from ktgraph.frontends.hf_keys import Recipe
-    from ktgraph.frontends.safetensors_files import Entry
+    from ktgraph.frontends.safetensors_files import Entry, Shards
+    from ktgraph.weights.checkpoints import QuantizedTensor
 
 _SAMPLED = 64  # elements of each tensor that a fingerprint of a loaded model reads
 
@@ -65,11 +69,16 @@ class WeightSource(Protocol):
 
 
 @runtime_checkable
-class BlockSource(WeightSource, Protocol):
-    """A source whose tensors may be GGUF blocks; `get` gives the values that they mean."""
+class EncodedSource(WeightSource, Protocol):
+    """A source whose tensors may be quantized; `get` gives the values that they mean."""
 
-    def blocks(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """The tensor's bytes, uint8 [..., rows, bytes of a row]; an entry of its first axis."""
+    def encoding(self, name: str) -> Encoding | None:
+        """How the tensor is stored; None: as the plain dtype that `dtype` says."""
+        ...
+
+    def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Rows of an encoded tensor as bytes, uint8 [..., rows, bytes of a row]
+        (`ktgraph/weights/stored_rows.py`); `expert`: an entry of its first axis."""
         ...
 
 
@@ -136,6 +145,8 @@ class ModelSource:
 class SafetensorsSource:
     """A Hugging Face checkpoint folder, by the parameter names of its model.
 
+    Quantized tensors (`ktgraph/weights/checkpoints`) are served as values by `get` and as they are
+    by `rows`.  One that the file holds transposed (gpt-oss) has its rows under `upright`'s name.
     `model` is the transformers model (it may be on the meta device) or its config; by default it is
     made from the folder's config.json.  Raises CheckpointError when a file is missing, truncated or
     does not fit the model, before anything is read.
@@ -150,13 +161,15 @@ class SafetensorsSource:
 
         self.folder = Path(folder)
         config = load_config(folder) if model is None else getattr(model, "config", model)
-        _refuse_quantized(self.folder, config)
         twin = build_twin(model if isinstance(model, PreTrainedModel) else config)
         self._shards = Shards(folder)
-        self._recipes = plan(twin.model, self._shards)
+        self._quantized = _quantized_tensors(self._shards, config)
+        self._entries = _logical_entries(self._shards, self._quantized)
+        self._recipes = plan(twin.model, self.folder, self._entries)
         self._values = twin.buffers  # in no file: computed from the config
         for name, tensor in twin.model.state_dict().items():
             self._check_shape(name, tuple(tensor.shape))
+            self._check_encoding(name)
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         from ktgraph.frontends.safetensors_files import CheckpointError
@@ -177,11 +190,62 @@ class SafetensorsSource:
         shapes = [{self._entry(k).shape for k in keys} for keys in recipe.pieces]
         return len(counts) == 1 and all(len(s) == 1 for s in shapes)
 
+    def _check_encoding(self, name: str) -> None:
+        """Pieces of one parameter are stored alike."""
+        from ktgraph.frontends.safetensors_files import CheckpointError
+
+        keys = [key for piece in self._recipes[name].pieces for key in piece]
+        kinds = {self._encoding_of(key): key for key in keys}
+        if len(kinds) > 1:
+            shown = ", ".join(f"{key!r} as {kind or 'plain'}" for kind, key in kinds.items())
+            raise CheckpointError(
+                f"{self.folder}: parameter {name!r} is made of tensors that are stored in several "
+                f"ways: {shown}. One encoding for all of them is expected"
+            )
+
     def _entry(self, key: str) -> Entry:
-        return self._shards.entries[key]
+        return self._entries[key]
+
+    def _encoding_of(self, key: str) -> Encoding | None:
+        found = self._quantized.get(key)
+        return None if found is None else found.encoding
 
     def names(self) -> Sequence[str]:
         return [*self._recipes, *self._values]
+
+    def upright(self, name: str) -> str | None:
+        """The name of the transposed rows of a parameter that the file holds transposed."""
+        recipe = self._recipes.get(name)
+        found = None if recipe is None else self._quantized.get(recipe.pieces[0][0])
+        return f"{name}{_UPRIGHT}" if found is not None and found.transposed else None
+
+    def encoding(self, name: str) -> Encoding | None:
+        if name in self._values:
+            return None
+        stem = name.removesuffix(_UPRIGHT)
+        if self.upright(stem) == name:
+            return self._encoding_of(self._recipes[stem].pieces[0][0])
+        return None if self.upright(name) else self._encoding_of(self._recipe(name).pieces[0][0])
+
+    def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
+        stem = name.removesuffix(_UPRIGHT)
+        upright = self.upright(stem) == name
+        recipe = self._recipe(stem if upright else name)
+        if recipe.stacked and expert is None:
+            return torch.stack([self.rows(name, e) for e in range(len(recipe.pieces[0]))])
+        member, entry = (expert or 0, None) if recipe.stacked else (0, expert)
+        tensors = [self._quantized[keys[member]] for keys in recipe.pieces]
+        parts = [self._rows_of(tensor, entry) for tensor in tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+    def _rows_of(self, tensor: QuantizedTensor, entry: int | None) -> torch.Tensor:
+        if len(tensor.shape) == 2:
+            found = to_rows(tensor.read(self._shards))
+            return found if entry is None else found[entry]
+        if entry is not None:
+            return to_rows(tensor.read(self._shards, entry))
+        each = [to_rows(tensor.read(self._shards, e)) for e in range(tensor.shape[0])]
+        return torch.stack(each)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
@@ -191,6 +255,10 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._values:
             return tuple(self._values[name].shape)
+        stem = name.removesuffix(_UPRIGHT)
+        if self.upright(stem) == name:
+            *lead, rows, columns = self.shape(stem)
+            return (*lead, columns, rows)
         recipe = self._recipe(name)
         shapes = [self._entry(keys[0]).shape for keys in recipe.pieces]
         if recipe.stacked:
@@ -209,7 +277,12 @@ class SafetensorsSource:
     def get(self, name: str, expert: int | None = None, rows: slice | None = None) -> torch.Tensor:
         if name in self._values:
             return _part(self._values[name], expert, rows)
+        stem = name.removesuffix(_UPRIGHT)
+        if self.upright(stem) == name:
+            return _part(self.get(stem, expert).mT, None, rows)
         recipe = self._recipe(name)
+        if not recipe.stacked and expert is not None:
+            return _part(self._joined(recipe, 0, recipe.axis, expert), None, rows)
         if not recipe.stacked:
             return _part(self._joined(recipe, 0, recipe.axis), expert, rows)
         if expert is not None:
@@ -217,29 +290,81 @@ class SafetensorsSource:
         every = [self._joined(recipe, e, recipe.axis - 1) for e in range(len(recipe.pieces[0]))]
         return _part(torch.stack(every), None, rows)
 
-    def _joined(self, recipe: Recipe, member: int, axis: int) -> torch.Tensor:
-        """Pieces of one member (expert, or the only one); a single piece stays a mapped view."""
-        parts = [self._shards.tensor(keys[member]) for keys in recipe.pieces]
+    def _joined(
+        self, recipe: Recipe, member: int, axis: int, entry: int | None = None
+    ) -> torch.Tensor:
+        """Pieces of one member (expert, or the only one), or one `entry` of its first axis.
+
+        A single piece that is not quantized stays a mapped view.
+        """
+        if entry is not None and len(recipe.pieces) > 1:
+            return self._joined(recipe, member, axis)[entry]
+        parts = [self._value(keys[member], entry) for keys in recipe.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+    def _value(self, key: str, entry: int | None) -> torch.Tensor:
+        """A tensor, or an entry of its first axis; a quantized one decoded to f32."""
+        tensor = self._quantized.get(key)
+        if tensor is None:
+            return _part(self._shards.tensor(key), entry, None)
+        if len(tensor.shape) == 2:
+            return _part(tensor.read(self._shards).values(), entry, None)
+        entries = range(tensor.shape[0]) if entry is None else (entry,)
+        each = [tensor.read(self._shards, e).values() for e in entries]
+        found = torch.stack(each) if entry is None else each[0]
+        return found.mT if tensor.transposed else found
 
     @property
     def nbytes(self) -> int:
         keys = {k for r in self._recipes.values() for piece in r.pieces for k in piece}
-        return sum(self._entry(k).nbytes for k in keys)
+        return sum((self._quantized.get(k) or self._entry(k)).nbytes for k in keys)
 
     def fingerprint(self) -> str:
         return self._shards.fingerprint()
 
 
-def _refuse_quantized(folder: Path, config: Any) -> None:
+_UPRIGHT = "_blocks"  # behind the name of a parameter: its rows, where the file has it transposed
+
+
+def _quantized_tensors(shards: Shards, config: Any) -> dict[str, QuantizedTensor]:
+    """By the name that an unquantized checkpoint would give each; {} for a plain checkpoint."""
+    from ktgraph.weights.checkpoints import find_quantized
+
     given: Any = getattr(config, "quantization_config", None)
     if given is None:
-        return
-    method = given.get("quant_method") if isinstance(given, Mapping) else given.quant_method  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    raise WeightSourceError(
-        f"{folder}: config.json says the weights are quantized ({method}), which this version "
-        "does not read from safetensors. Use the bf16 checkpoint and --quantize, or a .gguf file"
-    )
+        return {}
+    settings: dict[str, Any] = dict(given) if isinstance(given, Mapping) else given.to_dict()
+    return {tensor.key: tensor for tensor in find_quantized(shards, settings)}
+
+
+def _logical_entries(
+    shards: Shards, quantized: Mapping[str, QuantizedTensor]
+) -> dict[str, Entry]:
+    """The tensors that an unquantized checkpoint would have: parts give way to what they mean."""
+    from ktgraph.frontends.safetensors_files import Entry
+
+    used = {part.key for tensor in quantized.values() for part in tensor.parts.values()}
+    found = {key: entry for key, entry in shards.entries.items() if key not in used}
+    for key, tensor in quantized.items():
+        file = next(iter(tensor.parts.values())).file
+        found[key] = Entry(file, key, torch.float32, tensor.file_shape)
+    return found
+
+
+def _member(name: str, expert: int, shape: tuple[int, ...]) -> str:
+    return f"{name}[{expert % shape[0]}]"
+
+
+def _digest(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
+
+
+def _is_packable(encoding: Encoding, shape: tuple[int, ...]) -> bool:
+    """Whether tiles hold it, so that kernels and references must see one set of values."""
+    if not encoding.name.startswith("gguf."):
+        return True
+    format = encoding.name.removeprefix("gguf.")
+    return format in GGUF_FORMATS and shape[-1] % block_size(format)[0] == 0
 
 
 class RandomSource:
@@ -253,16 +378,19 @@ class RandomSource:
         self.seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._encodings: dict[str, Encoding] = {}
         for weight in module.weights.values():
             if weight.source is None:
                 continue
             encoding = weight.type.encoding
             stored = weight.type.dtype if encoding is None else encoding.name
-            stored = stored if stored in DTYPES else weight.type.dtype  # of blocks: their values
+            stored = stored if stored in DTYPES else weight.type.dtype  # of integers: their values
             for index in range(weight.lo, weight.hi + 1) if weight.is_family else (0,):
                 name = weight.source.replace("{" + weight.var + "}", str(index))
                 self._shapes[name] = tuple(d.at(module.dims) for d in weight.type.dims)
                 self._dtypes[name] = torch_dtype(stored)
+                if encoding is not None and has_rows(encoding):
+                    self._encodings[name] = encoding
 
     def names(self) -> Sequence[str]:
         return list(self._shapes)
@@ -281,24 +409,47 @@ class RandomSource:
         if len(shape) < 3:
             return _part(self._draw(name, shape), expert, rows)
         if expert is not None:
-            return _part(self._draw(f"{name}[{expert % shape[0]}]", shape[1:]), None, rows)
-        every = [self._draw(f"{name}[{e}]", shape[1:]) for e in range(shape[0])]
+            return _part(self._draw(_member(name, expert, shape), shape[1:]), None, rows)
+        every = [self._draw(_member(name, e, shape), shape[1:]) for e in range(shape[0])]
         return _part(torch.stack(every), None, rows)
 
+    def encoding(self, name: str) -> Encoding | None:
+        return self._encodings.get(name)
+
+    def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
+        shape = self.shape(name)
+        if len(shape) < 3:
+            return _part(self._rows(name, shape), expert, None)
+        if expert is not None:
+            return self._rows(_member(name, expert, shape), shape[1:])
+        return torch.stack([self._rows(_member(name, e, shape), shape[1:]) for e in range(shape[0])])
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Rows of one matrix as its encoding stores them."""
+        encoding = self._encodings[name.partition("[")[0]]
+        if not encoding.name.startswith("gguf."):
+            return to_rows(quantized(self._normal(name, shape), encoding))
+        seed = int.from_bytes(_digest(self.seed, name)[:7], "little")
+        format = encoding.name.removeprefix("gguf.")
+        return random_blocks(format, *shape, np.random.default_rng(seed), shape[-1] ** -0.5)
+
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        kind = self._dtypes[name.partition("[")[0]]
         if name.endswith("inv_freq"):
-            return torch.pow(10000.0, -torch.arange(shape[0]) / shape[0]).to(self._stored(name))
-        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-        rng = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+            return torch.pow(10000.0, -torch.arange(shape[0]) / shape[0]).to(kind)
+        encoding = self._encodings.get(name.partition("[")[0])
+        if encoding is not None and _is_packable(encoding, shape):
+            return row_values(self._rows(name, shape), encoding, shape[-1]).to(kind)
+        return self._normal(name, shape).to(kind)
+
+    def _normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        rng = torch.Generator("cpu").manual_seed(
+            int.from_bytes(_digest(self.seed, name)[:7], "little")
+        )
         values = torch.randn(shape, generator=rng, device="cpu")
         if len(shape) > 1:
-            values *= shape[-1] ** -0.5
-        else:
-            values = values * 0.1 + (0.0 if "bias" in name else 1.0)
-        return values.to(self._stored(name))
-
-    def _stored(self, name: str) -> torch.dtype:
-        return self._dtypes[name.partition("[")[0]]
+            return values * shape[-1] ** -0.5
+        return values * 0.1 + (0.0 if "bias" in name else 1.0)
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +463,7 @@ class RandomSource:
 
 
 __all__ = [
-    "BlockSource",
+    "EncodedSource",
     "ModelSource",
     "RandomSource",
     "SafetensorsSource",

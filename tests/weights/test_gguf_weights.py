@@ -10,6 +10,7 @@ from gguf_blocks import FORMATS, random_blocks, values
 from ktgraph.cpu_kernels import reference_layouts
 from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_module
+from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import PassContext
 from ktgraph.passes.pack_weights import PackWeights
 from ktgraph.weights.encodings import (
@@ -21,7 +22,7 @@ from ktgraph.weights.encodings import (
     to_float,
 )
 from ktgraph.weights.evaluate import WeightError, WeightEvaluator
-from ktgraph.weights.sources import RandomSource
+from ktgraph.weights.sources import ModelSource, RandomSource
 
 E, F, D, T = 3, 256, 512, 5
 TEXT = """ktgraph.ir 1
@@ -60,7 +61,10 @@ class Blocks(RandomSource):
         }
         self.stored["q"] = self.stored["q"][0]
 
-    def blocks(self, name: str, expert: int | None = None) -> torch.Tensor:
+    def encoding(self, name: str) -> Encoding | None:
+        return parse_encoding(f"gguf.{self.format}") if name in self.stored else None
+
+    def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
         found = self.stored[name] if expert is None else self.stored[name][expert]
         self.reads.append(found.nbytes)
         return torch.as_tensor(found)
@@ -134,8 +138,8 @@ def test_errors() -> None:
         pack_matrix(torch.zeros(1), 0, torch.zeros(2, 256), [2, 256], tile)
     with pytest.raises(ValueError, match="q4_k needs columns in whole blocks of 256, got 128"):
         shape_nbytes([2, 128], encoding)
-    values_only = WeightEvaluator(module, RandomSource(module))
-    with pytest.raises(WeightError, match="RandomSource gives values, but blocks of q4_k"):
+    values_only = WeightEvaluator(module, ModelSource(torch.nn.Linear(1, 1)))
+    with pytest.raises(WeightError, match=r"ModelSource gives values, but rows of gguf\.q4_k"):
         values_only.stored(module.weights["q.p"].ref())
     source.stored["q"] = source.stored["q"][:, :-144]
     with pytest.raises(WeightError, match=r"= \[512, 288\], its source gives \[512, 144\]"):
