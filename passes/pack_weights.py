@@ -27,26 +27,20 @@ from ktgraph.ir.graph import Module, Op, Value, Weight, WeightRef
 from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.rewrite import derived_weight, reference
-from ktgraph.weights.encodings import GGUF_FORMATS, INT8_ROWS_ONLY, Tile, nbytes
+from ktgraph.runtime.weight_forms import (
+    ANY_ROWS,
+    PACKED,
+    PACKED_ON_GPU,
+    TILE_FORMATS,
+    device_of,
+    gpu_reads_tiles,
+    is_cpu,
+)
+from ktgraph.weights.encodings import INT8_ROWS_ONLY, Tile, nbytes
 
 _RULE = "pack-weights"
 
-# op -> operand positions that CPU kernels read in tiles, and whether gate and up tiles alternate
-_PACKED: dict[str, dict[int, bool]] = {
-    "nn.linear": {1: False},
-    "nn.batched_linear": {1: False},
-    "nn.swiglu": {1: True, 2: False},
-    "moe.grouped_mlp": {3: True, 4: False},
-    "mla.attend_expanded": {4: False},
-}
-_FORMATS = {  # what a weight is stored as -> the tile format of the same values
-    **{f: f for f in ("f32", "f16", "bf16", "fp8", "int8", "int4", "int4p", "int4z", "mxfp4")},
-    **{f"gguf.{format}": format for format in GGUF_FORMATS},
-}
-_PACKED_ON_GPU = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")
-_GPU_FORMATS = ("int8", "int4", "int4p")  # tile formats that GPU kernels read
 _INTEGERS = ("int8", "int4", "int4z", "mxfp4", *INT8_ROWS_ONLY)  # tile formats
-_ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
 
 
 @register_pass
@@ -61,18 +55,13 @@ class PackWeights(Pass):
     def run(self, module: Module, ctx: PassContext) -> None:
         packed: set[str] = set()
         for op in module.walk():
-            on_cpu = _runs_on_cpu(module, op)
-            if not on_cpu and op.name not in _PACKED_ON_GPU:
+            on_cpu = is_cpu(device_of(module, op))
+            if not on_cpu and op.name not in PACKED_ON_GPU:
                 continue
-            for position, gate_up in _PACKED.get(op.name, {}).items():
+            for position, gate_up in PACKED.get(op.name, {}).items():
                 packed |= _pack(module, ctx, op, position, gate_up, on_cpu)
         packed |= _stream_packed(module, ctx)
         _note_doubles(module, ctx, packed)
-
-
-def _runs_on_cpu(module: Module, op: Op) -> bool:
-    device = next((r.type.device for r in op.results), None) or module.home or "cpu"
-    return device.split(":")[0] == "cpu"
 
 
 def _pack(
@@ -97,7 +86,7 @@ def _twin(
     """The weight in the tiles that the op's kernel takes, None where it takes none."""
     type = module.weight_of(ref).type
     stored = type.encoding or Encoding(type.dtype)
-    if not on_cpu and not _is_for_gpu(stored):
+    if not on_cpu and not gpu_reads_tiles(stored):
         return None
     exact_rows = not on_cpu or ctx.options.activations == "f32"
     rows = _rows(op, stored, exact_rows=exact_rows)
@@ -106,7 +95,7 @@ def _twin(
         if Tile.of(type.encoding) is None:
             ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
         return None
-    if tile.format in INT8_ROWS_ONLY and op.name not in _ANY_ROWS:
+    if tile.format in INT8_ROWS_ONLY and op.name not in ANY_ROWS:
         ctx.refused(_RULE, op, f"{ref} is {tile.format}, which this op's kernel does not take")
         return None
     leaf = ref.name.rpartition(".")[2] + ".p"
@@ -115,12 +104,6 @@ def _twin(
     if made.name not in module.weights:
         module.add_weight(made)
     return module.weights[made.name]
-
-
-def _is_for_gpu(stored: Encoding) -> bool:
-    """Whether GPU kernels read the encoding in tiles; the others they take as they are, or not."""
-    by_row = stored.name != "int8" or not stored.get("group")
-    return stored.name in _GPU_FORMATS and by_row
 
 
 def _stream_packed(module: Module, ctx: PassContext) -> set[str]:
@@ -149,14 +132,14 @@ def _streamed_twin(
     module: Module, ctx: PassContext, ref: WeightRef, result: Value
 ) -> Weight | None:
     stored = module.weight_of(ref).type
-    if not _is_for_gpu(stored.encoding or Encoding(stored.dtype)):
+    if not gpu_reads_tiles(stored.encoding or Encoding(stored.dtype)):
         return None
     for weight in module.weights.values():
         made = weight.recipe
         if made is not None and made.kind == "pack" and made.args[0].name == ref.name:
             return weight
     for op in module.walk():
-        packed = _PACKED[op.name] if op.name in _PACKED_ON_GPU else {}
+        packed = PACKED[op.name] if op.name in PACKED_ON_GPU else {}
         for position, gate_up in packed.items():
             if op.operand(position) is result:
                 return _twin(module, ctx, op, ref, gate_up, on_cpu=False)
@@ -165,14 +148,14 @@ def _streamed_twin(
 
 def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
     """The tile format that holds the same values, None when there is none."""
-    format = _FORMATS.get(stored.name)
+    format = TILE_FORMATS.get(stored.name)
     return None if format is None else Tile(format, stored.get("group"), gate_up, rows)
 
 
 def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
-    if op.name not in _ANY_ROWS or exact_rows:
-        return "int8" if _FORMATS.get(stored.name) in INT8_ROWS_ONLY else "f32"
-    if _FORMATS.get(stored.name) in _INTEGERS:
+    if op.name not in ANY_ROWS or exact_rows:
+        return "int8" if TILE_FORMATS.get(stored.name) in INT8_ROWS_ONLY else "f32"
+    if TILE_FORMATS.get(stored.name) in _INTEGERS:
         return "int8"
     in_bf16 = stored.name in ("bf16", "fp8") and op.results[0].tensor.dtype == "bf16"
     return "bf16" if in_bf16 else "f32"

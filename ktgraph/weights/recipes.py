@@ -279,6 +279,13 @@ def _encoded_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> Ten
     return _only(types).encoded(_encoding_attr(attrs))
 
 
+def _dequantized_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    given = _only(types)
+    if given.encoding is None or encoding_def(given.encoding).is_dense:
+        raise RecipeError(f"{given} is not quantized")
+    return given.encoded(None)
+
+
 # what a weight may be stored as -> tile formats that hold the same values
 _SAME_VALUES = {
     "f32": ("f32",),
@@ -386,6 +393,12 @@ def mla_value_half(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 def quantize(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     """What is left of the values in `encoding` (ktgraph/weights/encodings.py)."""
     return round_trip(tensors[0], parse_encoding(attrs["encoding"]))
+
+
+@recipe("dequantize", _dequantized_type, by_entry=_always)
+def dequantize(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """The values that a quantized weight means, dense in the compute dtype (f32: every bit)."""
+    return tensors[0]
 
 
 @recipe("pack", _packed_type, by_entry=_always)

@@ -37,6 +37,7 @@ CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("mla_key_half", ["f32[H*(N+V), R]<bf16>"], {"H": H, "N": N, "V": V}, "f32[H, R, N]<bf16>"),
     ("mla_value_half", ["f32[H*(N+V), R]<bf16>"], {"H": H, "N": N, "V": V}, "f32[H, V, R]<bf16>"),
     ("quantize", ["f32[D, F]"], {"encoding": "int4(group=64)"}, "f32[D, F]<int4(group=64)>"),
+    ("dequantize", ["bf16[D, F]<fp8>"], {}, "bf16[D, F]"),
     ("pack", ["f32[D, F]<bf16>"], {"encoding": "tile.bf16"}, "f32[D, F]<tile.bf16>"),
     ("pack", ["f32[D, F]<f16>"], {"encoding": "tile.f32"}, "f32[D, F]<tile.f32>"),
 ]  # fmt: skip
@@ -105,6 +106,7 @@ def test_deinterleave_puts_gates_before_ups() -> None:
         ("pack", ["f32[D, F]"], {"encoding": "tile.bf16"}, "packing is exact"),
         ("pack", ["f32[D, F]<int8>"], {"encoding": "int8"}, "packing is exact"),
         ("pack", ["f32[D, F]<int4(group=64)>"], {"encoding": "tile.int4"}, "groups of 64"),
+        ("dequantize", ["f32[D, F]<bf16>"], {}, "is not quantized"),
         ("cast", ["f32[D, F]"], {"dtype": "f8"}, "not one of"),
     ],
 )  # fmt: skip

@@ -44,7 +44,8 @@ def find_gptq(shards: Shards, settings: Mapping[str, Any]) -> list[QuantizedTens
     decode = partial(_decode_gptq, _VERSIONS[format])
     found = [_gptq_tensor(shards, stem, decode) for stem in _stems(shards)]
     if found and settings.get("desc_act"):
-        found[0].read(shards)  # says at once that act-order is not read
+        most = max(found, key=lambda tensor: tensor.parts[_SCALES].shape[0])
+        most.read(shards)  # says at once that act-order is not read
     return found
 
 

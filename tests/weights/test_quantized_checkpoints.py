@@ -1,0 +1,95 @@
+"""Quantized checkpoints: every value, every tile and the logits are those of the format's definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import CASES, make
+
+from ktgraph.frontends.hf import trace_hf_full
+from ktgraph.model_input import read_model
+from ktgraph.stages import Traced
+from ktgraph.weights.encodings import Tile, to_float
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import SafetensorsSource
+from ktgraph.weights.stored_rows import has_rows
+
+
+@dataclass
+class Made:
+    name: str
+    folder: Path
+    model: Any
+    traced: Traced
+
+
+@pytest.fixture(scope="module", params=CASES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    at = tmp_path_factory.mktemp("checkpoint")
+    model = make(at, request.param)
+    return Made(request.param, at / request.param, model, traced(at / request.param))
+
+
+def traced(folder: Path) -> Traced:
+    """Without the traces at other sizes, which take most of the time."""
+    module = trace_hf_full(folder, torch.float32, witnesses=False).module
+    return Traced(module, read_model(folder), "f32")
+
+
+def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+def test_values_are_those_of_the_definition(made: Made) -> None:
+    source, want = SafetensorsSource(made.folder), made.model.state_dict()
+    for name, tensor in want.items():
+        assert torch.equal(source.get(name).float(), tensor), name
+        if tensor.dim() == 3:
+            assert torch.equal(source.get(name, 1), tensor[1]), name
+
+
+def test_the_ir_says_how_weights_are_stored(made: Made) -> None:
+    text = str(made.traced)
+    encodings = {w.type.encoding for w in made.traced.ir.weights.values()}
+    stored = {str(e) for e in encodings if has_rows(e)}
+    assert stored == {CASES[made.name].encoding}
+    if made.name == "mxfp4":
+        assert "experts.gate_up_proj_blocks : f32[5, 128, 64]<mxfp4(group=32)>" in text
+        assert "transpose(" not in text  # the transpose of a transpose is the weight itself
+
+
+def test_tiles_hold_the_checkpoints_bits(made: Made) -> None:
+    """Every packed weight that comes from quantized tensors, against the values, bit by bit."""
+    lowered = made.traced.lower("cpu", context=64, activations="f32")
+    module, source = lowered.module, SafetensorsSource(made.folder)
+    packed = WeightEvaluator(module, source)
+    plain = WeightEvaluator(module, source, torch.float32)
+    count = 0
+    for weight in module.weights.values():
+        tile = Tile.of(weight.type.encoding)
+        if tile is None or tile.format in ("f32", "bf16", "f16"):
+            continue
+        index = weight.lo if weight.is_family else None
+        (found,) = packed.stored(weight.ref(), index)
+        assert weight.type.encoding is not None
+        values = to_float((found,), packed.shape(weight.ref()), weight.type.encoding)
+        assert torch.equal(values, plain.tensor(weight.ref(), index)), weight.name
+        count += 1
+    assert count >= 2
+
+
+def test_logits_are_those_of_the_dequantized_model(made: Made) -> None:
+    lowered = made.traced.lower("cpu", context=64, activations="f32")
+    compiled = lowered.compile()
+    ids = torch.randint(0, 96, (2, 19), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = made.model(ids).logits
+    assert nmse(compiled(ids), want) < 1e-10
+    if made.name == "fp8":
+        return
+    rounded = made.traced.lower("cpu", context=64).compile()  # rows of x in 8 bits
+    assert 1e-9 < nmse(rounded(ids), want) < 1e-2
