@@ -10,6 +10,9 @@
     lm_head=keep,budget=0.01           "keep" leaves a weight; "budget" picks the cheapest encoding
                                        whose measured NMSE stays inside, weight by weight
 
+A weight that its checkpoint stores quantized stays so, bit by bit; an encoding for every weight
+replaces it only where that takes a tenth fewer bytes, a pattern that names it always does.
+
 Never quantized: routers and other gates, norms, biases, embeddings, and MLA's kv_b with its halves
 (a group along its latent axis would lie across the absorbed matrices' rows).
 """
@@ -27,7 +30,7 @@ from ktgraph.ir.graph import Module, Op, WeightRef
 from ktgraph.ir.lexer import ParseError
 from ktgraph.ir.types import Encoding
 from ktgraph.pass_options import PipelineError, split_top
-from ktgraph.weights.encodings import EncodingError, encoding_def, parse_encoding
+from ktgraph.weights.encodings import EncodingError, encoding_def, parse_encoding, shape_nbytes
 
 # Cheapest first; a budget takes the first that fits.
 LADDER = tuple(
@@ -52,13 +55,17 @@ class PolicyError(UnsupportedInputError):
 
 @dataclass(frozen=True)
 class Use:
-    """A weight and the ops that apply it as a matrix; `kept` says why it must stay as it is."""
+    """A weight and the ops that apply it as a matrix; `kept` says why it must stay as it is.
+
+    `stored`: the encoding that its checkpoint has it in, None for a dense one.
+    """
 
     name: str
     ops: tuple[tuple[Op, int], ...]  # with the operand's position
     kept: str
     is_head: bool
     names: tuple[str, ...]  # its own and its ancestors', for patterns
+    stored: Encoding | None = None
 
     @property
     def ref(self) -> WeightRef:
@@ -109,9 +116,13 @@ class Policy:
         for pattern, encoding in self.rules:
             if not _matches(pattern, use):
                 continue
+            if pattern == "*" and use.stored is not None and not _is_smaller(encoding, use.stored):
+                return Decision(use, None, None, f"{_STORED} {use.stored}")
             if pattern == "*" and use.is_head and _has_4_bits(encoding):
                 return Decision(use, _HEAD_INT8, None, "the output head gets int8 under int4")
             return Decision(use, encoding, None, "" if encoding else f"{pattern}=keep")
+        if use.stored is not None:
+            return Decision(use, None, None, f"{_STORED} {use.stored}")
         if self.budget is not None:
             return Decision(use, None, self.budget, "")
         return Decision(use, None, None, "no pattern matches")
@@ -222,7 +233,27 @@ def find_uses(module: Module) -> list[Use]:
 def _use(module: Module, name: str, ops: tuple[tuple[Op, int], ...], latent: frozenset[str]) -> Use:
     names = tuple(_names(module, name))
     is_head = module.weights[name].type.dims[-2] == Dim.of("VOC") or _is_returned(module, ops)
-    return Use(name, ops, _kept(module, name, latent), is_head, names)
+    stored = module.weights[name].type.encoding if _is_of_checkpoint(module, name) else None
+    return Use(name, ops, _kept(module, name, latent), is_head, names, stored)
+
+
+def _is_of_checkpoint(module: Module, name: str) -> bool:
+    """Whether the weight is in its encoding because its checkpoint is."""
+    weight = module.weights[name]
+    if weight.type.encoding is None or encoding_def(weight.type.encoding).is_dense:
+        return False
+    made = weight.recipe
+    return made is None or (
+        made.kind != "quantize" and all(_is_of_checkpoint(module, ref.name) for ref in made.args)
+    )
+
+
+def _is_smaller(encoding: Encoding | None, stored: Encoding) -> bool:
+    """Whether an encoding takes a tenth fewer bytes than the stored one; None (keep) does not."""
+    if encoding is None:
+        return False
+    before, after = (shape_nbytes((1, 4096), e) for e in (stored, encoding))
+    return after < 0.9 * before
 
 
 def _names(module: Module, name: str) -> Iterator[str]:
@@ -238,7 +269,8 @@ def _kept(module: Module, name: str, latent: frozenset[str]) -> str:
         return "kv_b and its halves stay as stored"
     if type.dims[-2] in (Dim.of("E"), Dim.of(1)):
         return "a router or gate"
-    if type.encoding is not None and not encoding_def(type.encoding).is_dense:
+    is_plain = type.encoding is None or encoding_def(type.encoding).is_dense
+    if not is_plain and not _is_of_checkpoint(module, name):
         return f"{_STORED} {type.encoding}"
     return ""
 

@@ -93,3 +93,23 @@ def test_logits_are_those_of_the_dequantized_model(made: Made) -> None:
         return
     rounded = made.traced.lower("cpu", context=64).compile()  # rows of x in 8 bits
     assert 1e-9 < nmse(rounded(ids), want) < 1e-2
+
+
+POLICIES = {  # checkpoint -> policies, and how experts' up projections are stored then
+    "fp8": [("int8", "fp8(group=128)"), ("int4p(group=64)", "int4p(group=64)")],
+    "compressed-tensors": [
+        ("int8", "int4(group=32)"),
+        ("experts=int8", "int8"),
+        ("experts=keep,*=int4p(group=128)", "int4(group=32)"),
+    ],
+    "gptq": [("int8", "int4z(group=32)")],
+    "awq": [("int4p(group=64)", "int4z(group=64)")],
+    "mxfp4": [("int4p(group=32)", "mxfp4(group=32)"), ("experts=int8", "int8")],
+}
+
+
+def test_policies_leave_stored_integers_alone_unless_they_gain(made: Made) -> None:
+    for policy, experts in POLICIES[made.name]:
+        module = made.traced.lower("cpu", context=64, quantize=policy).ir_after("quantize")
+        op = next(op for op in module.walk() if op.name == "moe.grouped_mlp")
+        assert str(module.weight_of(op.weight(3)).type.encoding) == experts, policy
