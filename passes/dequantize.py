@@ -11,7 +11,7 @@ After:   %y = nn.linear %x, @q_proj.dq : bf16[T, H*A]@cuda:0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,10 +19,10 @@ from ktgraph.ir.graph import Module, Op, Value, Weight, WeightRef
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.runtime.weight_forms import device_of, is_cpu, kernel_reads
-from ktgraph.weights.encodings import nbytes
+from ktgraph.weights.encodings import Encoding, nbytes
 
 _COPY = "xfer.copy"
-_SHOWN = 6  # lines of the report; the rest is counted
+_SHOWN = 4  # names in a line of the report; the rest is counted
 
 
 @register_pass
@@ -35,21 +35,29 @@ class Dequantize(Pass):
     required: ClassVar[bool] = True
 
     def run(self, module: Module, ctx: PassContext) -> None:
-        lines: dict[str, str] = {}
+        made: dict[_Reason, dict[str, Weight]] = {}
         for op in module.walk():
             for position, operand in enumerate(op.operands):
-                if isinstance(operand, WeightRef):
-                    reader = next(_readers(module, op, position, operand), None)
-                    if reader is not None:
-                        lines[operand.name] = _dequantize(module, op, position, operand, reader)
-        for line in list(lines.values())[:_SHOWN]:
-            ctx.note(line)
-        if len(lines) > _SHOWN:
-            ctx.note(f"and {len(lines) - _SHOWN} more, see the weights called .dq in the text")
+                if not isinstance(operand, WeightRef):
+                    continue
+                reason = next(_reasons(module, op, position, operand), None)
+                if reason is not None:
+                    dense = _dequantize(module, op, position, operand)
+                    made.setdefault(reason, {})[operand.name] = dense
+        for reason, weights in made.items():
+            ctx.note(_line(module, reason, weights))
 
 
-def _readers(module: Module, op: Op, position: int, ref: WeightRef) -> Iterator[str]:
-    """Ops that must read the weight but cannot, as a phrase each."""
+@dataclass(frozen=True)
+class _Reason:
+    """Why weights are made dense: no kernel computes from the encoding there."""
+
+    encoding: Encoding
+    device: str
+
+
+def _reasons(module: Module, op: Op, position: int, ref: WeightRef) -> Iterator[_Reason]:
+    """Why the op, or one that reads its copy, cannot read the weight."""
     encoding = module.weight_of(ref).type.encoding
     if encoding is None:
         return
@@ -57,7 +65,7 @@ def _readers(module: Module, op: Op, position: int, ref: WeightRef) -> Iterator[
     for user, at in users:
         device = device_of(module, user)
         if not kernel_reads(user.name, at, encoding, on_cpu=is_cpu(device)):
-            yield f"{user.name} on {device} does not compute from {encoding.name}"
+            yield _Reason(encoding, device)
 
 
 def _users(copy: Op, position: int) -> Iterator[tuple[Op, int]]:
@@ -69,8 +77,8 @@ def _users(copy: Op, position: int) -> Iterator[tuple[Op, int]]:
                 yield user, at
 
 
-def _dequantize(module: Module, op: Op, position: int, ref: WeightRef, why: str) -> str:
-    """Let the op read the dense twin; returns the line of the report."""
+def _dequantize(module: Module, op: Op, position: int, ref: WeightRef) -> Weight:
+    """Let the op read the dense twin."""
     before = module.weight_of(ref).type
     leaf = ref.name.rpartition(".")[2] + ".dq"
     made = derived_weight(module, [ref], leaf, "dequantize", before.encoded(None))
@@ -79,16 +87,19 @@ def _dequantize(module: Module, op: Op, position: int, ref: WeightRef, why: str)
     op.set_operand(position, reference(made, [ref]))
     if op.name == _COPY:
         op.results[position].type = made.type.on(op.results[position].type.device)
-    return _line(module, module.weights[made.name], ref, why)
+    return module.weights[made.name]
 
 
-def _line(module: Module, made: Weight, ref: WeightRef, why: str) -> str:
-    members = made.members
-    before = nbytes(module.weight_of(ref).type, module.dims) * members
-    after = nbytes(made.type, module.dims) * members
+def _line(module: Module, reason: _Reason, weights: Mapping[str, Weight]) -> str:
+    before = sum(nbytes(module.weights[n].type, module.dims) * w.members for n, w in weights.items())
+    after = sum(nbytes(w.type, module.dims) * w.members for w in weights.values())
+    dtypes = "/".join(dict.fromkeys(w.type.dtype for w in weights.values()))
+    names = [f"@{name}" for name in weights]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"@{ref.name} becomes {made.type.dtype} ({before / 1e6:.4g} MB -> {after / 1e6:.4g} MB): "
-        f"{why}"
+        f"no kernel on {reason.device} computes from {reason.encoding} in {len(names)} weight(s): "
+        f"made {dtypes}, {before / 1e6:.4g} MB -> {after / 1e6:.4g} MB: "
+        f"{', '.join(names[:_SHOWN])}{more}"
     )
 
 

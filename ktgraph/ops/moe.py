@@ -83,6 +83,13 @@ def route(
     return ids.to(torch.int32).reshape(shape), (weights * scale).reshape(shape)
 
 
+def _matrix(
+    stack: torch.Tensor, biases: torch.Tensor | None, expert: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One expert's matrix and bias; both may be stored narrower than they compute."""
+    return stack[expert].to(dtype), None if biases is None else biases[expert].to(dtype)
+
+
 def _run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -101,10 +108,10 @@ def _run_experts(
     slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide, device=flat.device)
     for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
-        both = F.linear(flat[token], w13[expert].to(x.dtype), None if b13 is None else b13[expert])
+        both = F.linear(flat[token], *_matrix(w13, b13, expert, x.dtype))
         gate, up = torch.chunk(both, 2, dim=-1)
         hidden = gated(gate, up, act, alpha, limit)
-        out = F.linear(hidden, w2[expert].to(x.dtype), None if b2 is None else b2[expert])
+        out = F.linear(hidden, *_matrix(w2, b2, expert, x.dtype))
         slots[token, position] = out.to(wide) * weights[token, position, None].to(wide)
     return slots.sum(1).to(x.dtype).reshape(x.shape)
 

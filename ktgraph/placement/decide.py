@@ -368,7 +368,8 @@ def _add_weights(
             key = (ref.name, lies, layer if ref.index is not None else None)
             if key not in seen:
                 seen.add(key)
-                sums[lies, ref.name] = sums.get((lies, ref.name), 0.0) + nbytes
+                here = site.nbytes_on(lies, ref, nbytes)
+                sums[lies, ref.name] = sums.get((lies, ref.name), 0.0) + here
     if device != CPU or site.is_view:
         return 0.0
     return sum(region.nbytes(r) for r in site.op.results if isinstance(r.type, TensorType))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ktgraph.cost import Call, Encodings, OpCost, op_cost, operand_nbytes, type_nbytes
 from ktgraph.ir.graph import Block, Function, Module, Op, Value, WeightRef
 from ktgraph.ir.types import Encoding, StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.placement.schedule import Task
+from ktgraph.runtime.weight_forms import is_cpu, kernel_reads
 from ktgraph.target import Target
 
 CPU = "cpu"
@@ -63,6 +65,8 @@ class Site:
     has_state: bool
     is_barrier: bool  # a repeat: its body is a region of its own
     matrices: frozenset[str] = frozenset()  # its weights of two or more axes, by name
+    # bytes on the host of weights that must lie dense on one of both devices (`dequantize`)
+    on_host: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def is_experts(self) -> bool:
@@ -76,6 +80,15 @@ class Site:
     @property
     def heavy_weights(self) -> list[tuple[WeightRef, float]]:
         return [(r, n) for r, n in self.weights if r.name in self.matrices]
+
+    def nbytes_on(self, device: str, ref: WeightRef, at_home: float) -> float:
+        """Bytes of one of its weights where it lies."""
+        return self.on_host.get(ref.name, at_home) if device == CPU else at_home
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether its matrices can cross as they lie on the host."""
+        return not any(name in self.matrices for name in self.on_host)
 
     @property
     def streamed_bytes(self) -> float:
@@ -177,23 +190,43 @@ def _site(
         seconds = dict.fromkeys(machine.devices, 0.0)
         return Site(op, number, nothing, seconds, (), False, False, True)
     repeats = len(region.layers)
-    cost = op_cost(module, op, region.call, region.sizes, repeats, machine.home, encodings)
+    price = partial(op_cost, module, op, region.call, region.sizes, repeats, machine.home)
+    here, there = (_as_read(module, op, d, encodings or {}) for d in (machine.home, CPU))
+    cost = price(here)
+    on_host = cost if here == there else price(there)
     is_view = op_def(op.name).is_view
     seconds = {
-        d: 0.0 if is_view else cost.seconds(machine.target, d, fallback=True)
+        d: 0.0
+        if is_view
+        else (on_host if d == CPU else cost).seconds(machine.target, d, fallback=True)
         for d in machine.devices
     }
-    weights = [
-        (o, operand_nbytes(module, o, region.sizes, encodings))
-        for o in op.operands
-        if isinstance(o, WeightRef)
-    ]
+    refs = [o for o in op.operands if isinstance(o, WeightRef)]
+    weights = [(r, operand_nbytes(module, r, region.sizes, here)) for r in refs]
+    stored = {
+        r.name: operand_nbytes(module, r, region.sizes, there)
+        for r in refs
+        if here.get(r.name) != there.get(r.name)
+    }
     matrices = frozenset(r.name for r, _ in weights if module.weight_of(r).type.rank >= 2)
     types = [v.type for v in (*op.values, *op.results)]
     has_state = any(isinstance(t, StateType) for t in types)
     return Site(
-        op, number, cost, seconds, tuple(weights), is_view, has_state, False, matrices
+        op, number, cost, seconds, tuple(weights), is_view, has_state, False, matrices, stored
     )  # fmt: skip
+
+
+def _as_read(module: Module, op: Op, device: str, encodings: Encodings) -> dict[str, Encoding]:
+    """Encodings of an op's weights on a device: dense where no kernel reads what is stored."""
+    found = dict(encodings)
+    for position, operand in enumerate(op.operands):
+        if not isinstance(operand, WeightRef):
+            continue
+        type = module.weight_of(operand).type
+        stored = encodings.get(operand.name, type.encoding)
+        if stored and not kernel_reads(op.name, position, stored, on_cpu=is_cpu(device)):
+            found[operand.name] = Encoding(type.dtype)
+    return found
 
 
 def is_light(site: Site) -> bool:

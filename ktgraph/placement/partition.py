@@ -189,6 +189,7 @@ class Pricer:
         tries = [base]
         experts = [n for n, d in base.items() if d == CPU and region.sites[n].is_experts]
         experts = [n for n in experts if (region.number, n) not in cell.fixed]
+        experts = [n for n in experts if region.sites[n].can_stream]
         if self.streams and self.machine.is_hybrid and experts:
             tries.append({**base, **dict.fromkeys(experts, STREAM)})
         found = [self._with_light(cell, region, t) for t in tries]

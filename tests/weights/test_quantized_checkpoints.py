@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantized_checkpoints import CASES, make
 
+import ktgraph as kt
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.model_input import read_model
 from ktgraph.stages import Traced
@@ -113,3 +114,26 @@ def test_policies_leave_stored_integers_alone_unless_they_gain(made: Made) -> No
         module = made.traced.lower("cpu", context=64, quantize=policy).ir_after("quantize")
         op = next(op for op in module.walk() if op.name == "moe.grouped_mlp")
         assert str(module.weight_of(op.weight(3)).type.encoding) == experts, policy
+
+
+ON_GPU = {  # whether kernels of a GPU compute from the experts' encoding
+    "fp8": False, "compressed-tensors": True, "gptq": False, "awq": False, "mxfp4": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["cuda:0", "cpu"])
+def test_beside_a_gpu(made: Made, where: str, tmp_path: Path) -> None:
+    """Experts keep their bits where a kernel reads them, and become dense visibly elsewhere."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"- match: {{class: moe.grouped_mlp}}\n  replace: {{device: '{where}'}}\n")
+    machine = kt.hybrid(gpu="simulated")
+    lowered = made.traced.lower(machine, context=64, activations="f32", rules=str(rules))
+    op = next(op for op in lowered.module.walk() if op.name == "moe.grouped_mlp")
+    keeps = where == "cpu" or ON_GPU[made.name]
+    assert op.weight(3).name.endswith(".p" if keeps else ".dq")
+    if not keeps:
+        (notes,) = (r.notes for r in lowered.passes.records if r.name == "dequantize")
+        assert any(n.startswith("no kernel on cuda:0 computes from") for n in notes)
+    ids = torch.randint(0, 96, (2, 19), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert nmse(lowered.compile()(ids), made.model(ids).logits) < 1e-10
