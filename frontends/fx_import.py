@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -24,11 +25,13 @@ from ktgraph.frontends.fx_values import (
     Tables,
     Tensor,
 )
+from ktgraph.frontends.file_forms import Made, shapes_and_attrs
 from ktgraph.frontends.hf_build import Twin
 from ktgraph.frontends.hf_export import AXES, Export
 from ktgraph.frontends.naming import (
     Names,
     path_stem,
+    piece_name,
     place_of,
     source_stems,
     value_stem,
@@ -42,12 +45,14 @@ from ktgraph.ir.graph import (
     Value,
     Weight,
     WeightRef,
+    attr,
     dce,
     drop_unused_weights,
 )
 from ktgraph.ir.types import BATCH, Encoding, StateType, TensorType
 from ktgraph.ops import SignatureError, build
-from ktgraph.ops.tensor import dtype_name
+from ktgraph.ops.tensor import dtype_name, torch_dtype
+from ktgraph.weights.recipes import recipe_type
 
 Rule = Callable[["Importer", fx.Node], Imported]
 Dims = tuple[Dim, ...]
@@ -155,26 +160,33 @@ class Importer:
         name = weight_name(fqn)
         name = fqn if name in self.module.weights else name
         type = TensorType.of(dtype_name(tensor.dtype), *tensor.shape)
-        upright = self.twin.files.upright.get(fqn)
-        if upright is not None:
-            self._declare_upright(name, upright, type)
+        files = self.twin.files
+        made = files.made.get(fqn)
+        if made is not None:
+            self._declare_made(name, made, type)
         else:
-            encoded = self.twin.files.encodings.get(fqn)
+            source = files.names.get(fqn, fqn)
+            encoded = files.encodings.get(source)
             encoded = encoded or _stored(self.twin.stored_dtype(fqn), tensor.dtype)
-            self.module.add_weight(Weight(name, type.encoded(encoded), source=fqn))
+            self.module.add_weight(Weight(name, type.encoded(encoded), source=source))
         self._weights[id(tensor)] = WeightRef(name)
         return self._weights[id(tensor)]
 
-    def _declare_upright(self, name: str, source: str, type: TensorType) -> None:
-        """A parameter that the files hold with its last two axes the other way round."""
-        *lead, columns, rows = type.dims
-        encoding = self.twin.files.encodings[source]
-        stored = Weight(
-            weight_name(source), TensorType(type.dtype, (*lead, rows, columns), encoding),
-            source=source,
-        )  # fmt: skip
-        self.module.add_weight(stored)
-        self.module.add_weight(Weight(name, type, recipe=Recipe("transpose", (stored.ref(),))))
+    def _declare_made(self, name: str, made: Made, type: TensorType) -> None:
+        """A parameter that the files hold in other pieces, or in another order."""
+        files = self.twin.files
+        shapes, attrs = shapes_and_attrs(made, type.dims, self.twin.config)
+        refs: list[WeightRef] = []
+        for source, dims in zip(made.sources, shapes, strict=True):
+            encoding = files.encodings.get(source)
+            encoding = encoding or _stored(files.dtypes.get(source), torch_dtype(type.dtype))
+            stored = TensorType(type.dtype, dims, encoding)
+            piece = Weight(piece_name(source), stored, source=source)
+            self.module.add_weight(piece)
+            refs.append(piece.ref())
+        recipe = Recipe(made.kind, tuple(refs), tuple((k, attr(v)) for k, v in attrs.items()))
+        whole = Weight(name, type, recipe=recipe)
+        self.module.add_weight(replace(whole, type=recipe_type(self.module, whole)))
 
     def _declared(self, ref: WeightRef) -> TensorType:
         return self.module.weights[ref.name].type

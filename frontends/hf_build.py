@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktgraph.frontends.errors import UnsupportedModelError
-from ktgraph.ir.types import Encoding
+from ktgraph.frontends.file_forms import FileForms, Made
+from ktgraph.frontends.gguf_model import is_gguf, open_gguf
 
 Source = PreTrainedModel | PreTrainedConfig | str | Path
-
-
-@dataclass(frozen=True)
-class FileForms:
-    """How files store what they do not store in the model's own dtype, by parameter.
-
-    `upright`: the name that has the rows of a parameter whose file holds it transposed.
-    """
-
-    encodings: Mapping[str, Encoding] = field(default_factory=dict[str, Encoding])
-    upright: Mapping[str, str] = field(default_factory=dict[str, str])
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
 
 
 @dataclass
@@ -43,7 +32,8 @@ class Twin:
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         """The dtype that a parameter is stored in: the files', else the model's own."""
-        return self.files.dtypes.get(name, self.stored.get(name))
+        at = self.files.names.get(name, name)
+        return self.files.dtypes.get(at, self.stored.get(name))
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -59,9 +49,19 @@ def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
         return _twin_of_model(source, dtype)
     if isinstance(source, PreTrainedConfig):
         return _twin_of_config(copy.deepcopy(source), dtype)
+    if is_gguf(source):
+        return _twin_of_gguf(Path(source), dtype)
     twin = _twin_of_config(load_config(source), dtype)
     if getattr(twin.config, "quantization_config", None) is not None:
         twin.files = _file_forms(Path(source), twin.model)
+    return twin
+
+
+def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:
+    opened = open_gguf(path)
+    twin = _twin_of_config(opened.config, dtype)
+    twin.files = opened.forms
+    twin.buffers = opened.buffers
     return twin
 
 
@@ -74,7 +74,8 @@ def _file_forms(folder: Path, model: PreTrainedModel) -> FileForms:
     names = [*source.names(), *upright.values()]
     encodings = {name: found for name in names if (found := source.encoding(name))}
     plain = [n for n in source.names() if n not in encodings and n not in upright]
-    return FileForms(encodings, upright, {name: source.dtype(name) for name in plain})
+    made = {name: Made("transpose", (found,)) for name, found in upright.items()}
+    return FileForms({}, made, encodings, {name: source.dtype(name) for name in plain})
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:

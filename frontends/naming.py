@@ -52,6 +52,11 @@ def weight_name(fqn: str) -> str:
     return name
 
 
+def piece_name(source: str) -> str:
+    """Of a tensor that a weight is made of: ``blk.3.attn_k_b.weight`` is ``layers[3].attn_k_b``."""
+    return weight_name(re.sub(r"^blk\.", "model.layers.", source))
+
+
 def family(name: str) -> tuple[str, int] | None:
     """``layers[3].q_proj`` is member 3 of ``layers[].q_proj``; None for other names."""
     found = re.search(r"\[(\d+)\]", name)

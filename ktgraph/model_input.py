@@ -12,15 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktgraph.errors import UnsupportedInputError, path_of
+from ktgraph.frontends.gguf_file import GgufFile
+from ktgraph.frontends.gguf_model import is_gguf
 from ktgraph.tokenizer import Tokenizer
 
 Model = nn.Module | str | Path
 
 SUPPORTED = (
-    "give a checkpoint folder (config.json and *.safetensors) or a causal language model loaded "
-    "by transformers"
+    "give a checkpoint folder (config.json and *.safetensors), a .gguf file, or a causal language "
+    "model loaded by transformers"
 )
-_LATER = {".gguf": "GGUF files", ".onnx": "ONNX files"}
+_LATER = {".onnx": "ONNX files"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that can be traced: a loaded one, or a checkpoint folder."""
+    """A model that can be traced: a loaded one, a checkpoint folder, or a GGUF file."""
 
     model: PreTrainedModel | Path
     card: ModelCard
@@ -91,6 +93,8 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
         )
     if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
+    if is_gguf(model) and Path(model).exists():
+        return ModelInput(Path(model), _card_of_gguf(Path(model), tokenizer))
     folder = _checkpoint_folder(Path(model))
     return ModelInput(folder, _card_of_folder(folder, tokenizer))
 
@@ -115,6 +119,18 @@ def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:
     generation = _read_json(folder / "generation_config.json")
     asked = tokenizer is not None
     return _card(folder.resolve().name, config, generation, tokenizer or folder, asked)
+
+
+def _card_of_gguf(path: Path, tokenizer: str | Path | None) -> ModelCard:
+    """From the metadata; the tokenizer from a tokenizer.json beside the file."""
+    file = GgufFile(path)
+    config = {
+        "max_position_embeddings": file.of_model("context_length"),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
+    }
+    folder = tokenizer or path.resolve().parent
+    return _card(path.stem, config, {}, folder, tokenizer is not None)
 
 
 def _card_of_model(model: PreTrainedModel, tokenizer: str | Path | None) -> ModelCard:

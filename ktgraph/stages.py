@@ -23,6 +23,7 @@ from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt
 from ktgraph.ir.graph import Module
 from ktgraph.ir.types import StateType
 from ktgraph.measured import cost_model, timeline_events
+from ktgraph.frontends.gguf_model import is_gguf, open_gguf
 from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
@@ -134,6 +135,8 @@ def weight_source(given: ModelInput) -> WeightSource:
     """Where the model's weights are read from."""
     if isinstance(given.model, PreTrainedModel):
         return ModelSource(given.model)
+    if is_gguf(given.model):
+        return open_gguf(given.model).source
     return SafetensorsSource(given.model)
 
 

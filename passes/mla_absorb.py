@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from ktgraph.cost import Call, OpCost, op_cost
 from ktgraph.ir.dims import Dim
-from ktgraph.ir.graph import Function, Module, Op, Weight
+from ktgraph.ir.graph import Function, Module, Op, Weight, WeightRef
 from ktgraph.ops import Refusal, build, no
 from ktgraph.pass_api import Numerics, Pass, PassContext, register_pass, reorder
 from ktgraph.rewrite import Match, Rule, derived_weight, reference, rewrite
@@ -75,8 +75,18 @@ class _Absorb(Rule):
 
 
 def _half(m: Match, leaf: str, kind: str, sizes: Mapping[str, Dim]) -> Weight:
-    """A half of kv_b, e.g. @layers[i].w_uk, with the type that its recipe gives."""
+    """A half of kv_b, e.g. @layers[i].w_uk, with the type that its recipe gives.
+
+    Where kv_b was joined from halves (GGUF), it is the half itself, stored as it is.
+    """
     refs = [m.ref("@kv_b")]
+    joined = m.weight("@kv_b").recipe
+    if joined is not None and joined.kind == "mla_join":
+        half = joined.args[0 if kind == "mla_key_half" else 1]
+        index = None if half.index is None else refs[0].index
+        half = WeightRef(half.name, index)
+        type = m.module.weight_of(half).type
+        return derived_weight(m.module, [half], leaf, "identity", type)
     trial = derived_weight(m.module, refs, leaf, kind, m.weight("@kv_b").type, sizes)
     return derived_weight(m.module, refs, leaf, kind, recipe_type(m.module, trial), sizes)
 

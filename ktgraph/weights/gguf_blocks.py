@@ -48,6 +48,27 @@ def dequantize(blocks: torch.Tensor, format: str) -> torch.Tensor:
     return torch.as_tensor(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
 
 
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def as_q8_0(blocks: torch.Tensor, format: str) -> torch.Tensor:
+    """Blocks of q5_0 or iq4_nl as blocks of q8_0 with the same values, bit by bit.
+
+    All three have 32 columns and an f16 scale; element i lies in the low nibble of byte i, element
+    i + 16 in its high nibble, the fifth bits of q5_0 in a word before.
+    """
+    nbytes = block_size(format)[1]
+    each = blocks.reshape(*blocks.shape[:-1], -1, nbytes)
+    nibbles = each[..., nbytes - 16 :]
+    q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+    if format == "q5_0":
+        fifth = each[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        signed = (q | fifth.flatten(-2) << 4).to(torch.int8) - 16
+    else:
+        signed = torch.tensor(_IQ4_VALUES, dtype=torch.int8)[q.long()]
+    return torch.cat([each[..., :2], signed.view(torch.uint8)], dim=-1).flatten(-2)
+
+
 def random_blocks(
     format: str, rows: int, columns: int, rng: np.random.Generator, size: float
 ) -> torch.Tensor:
@@ -64,6 +85,7 @@ def random_blocks(
 __all__ = [
     "GGUF_FORMATS",
     "GGUF_OTHERS",
+    "as_q8_0",
     "block_size",
     "dequantize",
     "random_blocks",

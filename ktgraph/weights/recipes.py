@@ -271,6 +271,25 @@ def _value_half_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> 
     return _by_rows(given, heads, value, rank)
 
 
+def _paired_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    given, heads = _only(types), _dim(attrs, "H")
+    if given.rank > 1:
+        return _by_rows(given, *given.dims)
+    if heads.is_const and given.dims[0].is_const and given.dims[0].const() % heads.const():
+        raise RecipeError(f"{given} is not {heads} heads of equal size")
+    return _by_elements(given, *given.dims)
+
+
+def _joined_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    if len(types) != 2 or any(t.rank != 3 for t in types):
+        raise RecipeError("a key half [H, R, N] and a value half [H, V, R] expected")
+    key, value = types
+    heads, rank, nope = key.dims
+    if value.dims[0] != heads or value.dims[2] != rank or value.dtype != key.dtype:
+        raise RecipeError(f"{value} is no value half beside {key}")
+    return TensorType(key.dtype, (heads * (nope + value.dims[1]), rank))
+
+
 def _encoding_attr(attrs: Mapping[str, Attr]) -> Encoding:
     return parse_encoding(str(attrs.get("encoding")))
 
@@ -366,6 +385,23 @@ def deinterleave(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     size = tensors[0].shape[axis]
     order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
     return tensors[0].index_select(axis, order)
+
+
+@recipe("split_pairs", _paired_type)
+def split_pairs(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """Rows of H heads: of each head the even ones, then the odd ones.
+
+    Undoes the order in which llama.cpp keeps queries and keys whose neighbouring channels rotate.
+    """
+    heads = tensors[0].reshape(attrs["H"], -1, *tensors[0].shape[1:])
+    return torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1).reshape(tensors[0].shape)
+
+
+@recipe("mla_join", _joined_type)
+def mla_join(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """kv_b [H*(N+V), R] of its key half [H, R, N] and its value half [H, V, R]."""
+    key, value = tensors
+    return torch.cat([key.mT, value], dim=1).flatten(0, 1)
 
 
 def _split_heads(tensors: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

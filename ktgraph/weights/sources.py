@@ -87,7 +87,8 @@ def _part(tensor: torch.Tensor, expert: int | None, rows: slice | None) -> torch
     return tensor if rows is None else tensor[rows]
 
 
-def _unknown(where: str, name: str, names: Sequence[str]) -> WeightSourceError:
+def unknown_tensor(where: str, name: str, names: Sequence[str]) -> WeightSourceError:
+    """The error for a name that a source does not have."""
     close = difflib.get_close_matches(name, names, n=2)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return WeightSourceError(f"{where} has no tensor {name!r}{hint}")
@@ -115,7 +116,7 @@ class ModelSource:
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
-            raise _unknown(self._label, name, self.names())
+            raise unknown_tensor(self._label, name, self.names())
         return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -249,7 +250,7 @@ class SafetensorsSource:
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
-            raise _unknown(str(self.folder), name, self.names())
+            raise unknown_tensor(str(self.folder), name, self.names())
         return self._recipes[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -397,7 +398,7 @@ class RandomSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._shapes:
-            raise _unknown("the module", name, self.names())
+            raise unknown_tensor("the module", name, self.names())
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -469,4 +470,5 @@ __all__ = [
     "SafetensorsSource",
     "WeightSource",
     "WeightSourceError",
+    "unknown_tensor",
 ]
