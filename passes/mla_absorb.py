@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from ktgraph.cost import Call, OpCost, op_cost
 from ktgraph.ir.dims import Dim
-from ktgraph.ir.graph import Function, Module, Op, Weight, WeightRef
+from ktgraph.ir.graph import Function, Module, Op, Recipe, Weight, WeightRef
 from ktgraph.ops import Refusal, build, no
 from ktgraph.pass_api import Numerics, Pass, PassContext, register_pass, reorder
 from ktgraph.rewrite import Match, Rule, derived_weight, reference, rewrite
@@ -27,6 +27,7 @@ from ktgraph.weights.recipes import recipe_type
 
 # Without a target: FLOP/s and bytes/s of a plain machine; only their ratio decides.
 _NOMINAL = (1e12, 1e11)
+_HALVES = ("mla_key_half", "mla_value_half")  # in the order of mla_join's arguments
 
 
 @register_pass
@@ -42,6 +43,7 @@ class MlaAbsorb(Pass):
 
     def run(self, module: Module, ctx: PassContext) -> None:
         rewrite(module, ctx, [_Absorb(self.form, ctx)])
+        _take_stored_halves(module)
 
 
 class _Absorb(Rule):
@@ -75,20 +77,25 @@ class _Absorb(Rule):
 
 
 def _half(m: Match, leaf: str, kind: str, sizes: Mapping[str, Dim]) -> Weight:
-    """A half of kv_b, e.g. @layers[i].w_uk, with the type that its recipe gives.
-
-    Where kv_b was joined from halves (GGUF), it is the half itself, stored as it is.
-    """
+    """A half of kv_b, e.g. @layers[i].w_uk, with the type that its recipe gives."""
     refs = [m.ref("@kv_b")]
-    joined = m.weight("@kv_b").recipe
-    if joined is not None and joined.kind == "mla_join":
-        half = joined.args[0 if kind == "mla_key_half" else 1]
-        index = None if half.index is None else refs[0].index
-        half = WeightRef(half.name, index)
-        type = m.module.weight_of(half).type
-        return derived_weight(m.module, [half], leaf, "identity", type)
     trial = derived_weight(m.module, refs, leaf, kind, m.weight("@kv_b").type, sizes)
     return derived_weight(m.module, refs, leaf, kind, recipe_type(m.module, trial), sizes)
+
+
+def _take_stored_halves(module: Module) -> None:
+    """A half of a kv_b that was joined from stored halves (GGUF) is the stored half itself."""
+    for weight in module.weights.values():
+        made = weight.recipe
+        if made is None or made.kind not in _HALVES:
+            continue
+        (whole,) = made.args
+        joined = module.weight_of(whole).recipe
+        if joined is not None and joined.kind == "mla_join":
+            half = joined.args[_HALVES.index(made.kind)]
+            half = WeightRef(half.name, whole.index if half.index is not None else None)
+            weight.recipe = Recipe("identity", (half,))
+            weight.type = module.weight_of(half).type
 
 
 @dataclass(frozen=True)
