@@ -242,8 +242,8 @@ def probe_router(module: nn.Module) -> Router | None:
         return None
     twin, rng = cpu_copy(module), _rng()
     _weight(twin).mul_(weight.shape[1] ** -0.5)
-    if SELECT_BIAS in twin._buffers:  # large enough for scores below zero: tells the masks apart
-        twin._buffers[SELECT_BIAS] = _randn(rng, weight.shape[0])
+    if SELECT_BIAS in twin._buffers:  # scores below zero, of few experts too: tells masks apart
+        twin._buffers[SELECT_BIAS] = _randn(rng, weight.shape[0]) - 1.0
     inputs = [_randn(rng, 40, weight.shape[1]) * s for s in (0.5, 1.0, 3.0)]
     outputs = _router_outputs(twin(inputs[0]), weight.shape[0])
     if outputs is None:
