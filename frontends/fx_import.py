@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ktgraph.frontends.errors import UnsupportedModelError
+from ktgraph.frontends.file_forms import Made, shapes_and_attrs
 from ktgraph.frontends.fx_values import (
     Buffer,
     BufferSlice,
@@ -25,7 +26,6 @@ from ktgraph.frontends.fx_values import (
     Tables,
     Tensor,
 )
-from ktgraph.frontends.file_forms import Made, shapes_and_attrs
 from ktgraph.frontends.hf_build import Twin
 from ktgraph.frontends.hf_export import AXES, Export
 from ktgraph.frontends.naming import (

@@ -87,18 +87,17 @@ def _head_dim(file: GgufFile, common: dict[str, Any]) -> int:
 
 
 def _llama(file: GgufFile) -> PreTrainedConfig:
-    common = _common(file)
-    head_dim, experts = _head_dim(file, common), file.of_model("expert_count")
+    common, experts = _common(file), file.of_model("expert_count")
+    common["head_dim"] = _head_dim(file, common)
     if not experts:
         biased = "blk.0.attn_q.bias" in file.tensors
-        return tf.LlamaConfig(**common, head_dim=head_dim, attention_bias=biased)
-    return tf.MixtralConfig(
-        **common,
-        head_dim=head_dim,
-        num_local_experts=experts,
-        num_experts_per_tok=file.need("expert_used_count"),
-        sliding_window=None,
-    )
+        return tf.LlamaConfig(**common, attention_bias=biased)
+    given = common | {
+        "num_local_experts": experts,
+        "num_experts_per_tok": file.need("expert_used_count"),
+        "sliding_window": None,
+    }
+    return tf.MixtralConfig(**given)
 
 
 def _qwen_moe(file: GgufFile) -> dict[str, Any]:
@@ -115,24 +114,20 @@ def _qwen_moe(file: GgufFile) -> dict[str, Any]:
 
 
 def _qwen3_moe(file: GgufFile) -> PreTrainedConfig:
-    given = _qwen_moe(file)
-    norm = file.of_model("expert_weights_norm")
-    return tf.Qwen3MoeConfig(
-        **given,
-        head_dim=_head_dim(file, given),
-        norm_topk_prob=True if norm is None else bool(norm),
-    )
+    given, norm = _qwen_moe(file), file.of_model("expert_weights_norm")
+    given["head_dim"] = _head_dim(file, given)
+    return tf.Qwen3MoeConfig(**given, norm_topk_prob=True if norm is None else bool(norm))
 
 
 def _qwen2_moe(file: GgufFile) -> PreTrainedConfig:
     shared = file.of_model("expert_shared_feed_forward_length")
     stored = file.tensors.get("blk.0.ffn_up_shexp.weight")
     width = shared or (stored.shape[0] if stored is not None else None)
-    return tf.Qwen2MoeConfig(
-        **_qwen_moe(file),
-        shared_expert_intermediate_size=width,
-        norm_topk_prob=bool(file.of_model("expert_weights_norm")),
-    )
+    given = _qwen_moe(file) | {
+        "shared_expert_intermediate_size": width,
+        "norm_topk_prob": bool(file.of_model("expert_weights_norm")),
+    }
+    return tf.Qwen2MoeConfig(**given)
 
 
 def _deepseek2(file: GgufFile) -> PreTrainedConfig:

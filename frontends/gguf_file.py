@@ -50,8 +50,8 @@ class GgufFile:
         wanted = self.get("split.tensors.count")
         if wanted is not None and wanted != len(self.tensors):
             raise CheckpointError(
-                f"{self.path}: its parts hold {len(self.tensors)} tensors, the first says {wanted}. "
-                "They belong to different models, download them again"
+                f"{self.path}: its parts hold {len(self.tensors)} tensors, the first says "
+                f"{wanted}. They belong to different models, download them again"
             )
 
     @property

@@ -51,7 +51,7 @@ _PAIRED = "llama"
 def gguf_forms(
     model: PreTrainedModel, file: GgufFile
 ) -> tuple[Mapping[str, str], Mapping[str, Made]]:
-    """Parameters' names in the file, and those that are made of several tensors or in another order.
+    """Parameters' names in the file, and those made of several tensors or in another order.
 
     Raises CheckpointError for a tensor that is missing or has another shape.
     """
@@ -67,8 +67,8 @@ def gguf_forms(
         missing = [s for s in sources if s not in file.tensors]
         if missing:
             raise CheckpointError(
-                f"{file.path}: no tensor {missing[0]!r}, which parameter {parameter!r} of the model "
-                "is made of. The file is incomplete, or of a variant that is not read"
+                f"{file.path}: no tensor {missing[0]!r}, which parameter {parameter!r} is made of. "
+                "The file is incomplete, or of a variant that is not read"
             )
         _check_elements(file, parameter, tuple(tensor.shape), sources)
     return names, made

@@ -67,7 +67,7 @@ def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:
 
 def _file_forms(folder: Path, model: PreTrainedModel) -> FileForms:
     """What the headers of a quantized checkpoint say."""
-    from ktgraph.weights.sources import SafetensorsSource
+    from ktgraph.weights.safetensors_source import SafetensorsSource
 
     source = SafetensorsSource(folder, model.config)
     upright = {name: found for name in source.names() if (found := source.upright(name))}

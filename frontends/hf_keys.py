@@ -44,12 +44,11 @@ class _Found:
     keys: dict[str | None, list[str]] = field(default_factory=dict)
 
 
-def plan(
-    model: PreTrainedModel, folder: Path, entries: Mapping[str, object]
-) -> dict[str, Recipe]:
+def plan(model: PreTrainedModel, folder: Path, entries: Mapping[str, object]) -> dict[str, Recipe]:
     """A recipe for each parameter and persistent buffer of `model` (which may be on meta).
 
-    entries: the tensors of the checkpoint folder, by name.  Raises CheckpointError listing what is missing.  File tensors that nothing needs are left out.
+    entries: the tensors of the checkpoint folder, by name; those that nothing needs are left out.
+    Raises CheckpointError listing what is missing.
     """
     wanted = dict(model.state_dict())
     found = _assign(model, entries, wanted)

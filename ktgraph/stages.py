@@ -19,11 +19,11 @@ from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory
 from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError, is_whole, path_of
 from ktgraph.explain import explain as explain_op
+from ktgraph.frontends.gguf_model import is_gguf, open_gguf
 from ktgraph.generate import Decoder, Endings, Event, Generation, Limits, prompt_logits
 from ktgraph.ir.graph import Module
 from ktgraph.ir.types import StateType
 from ktgraph.measured import cost_model, timeline_events
-from ktgraph.frontends.gguf_model import is_gguf, open_gguf
 from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
@@ -37,7 +37,8 @@ from ktgraph.target import Target, resolve_target
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
 from ktgraph.weights.policy import Policy
-from ktgraph.weights.sources import ModelSource, SafetensorsSource, WeightSource
+from ktgraph.weights.safetensors_source import SafetensorsSource
+from ktgraph.weights.sources import ModelSource, WeightSource
 
 Ids = Sequence[int]
 Prompt = str | Ids | Tensor

@@ -91,7 +91,9 @@ def _dequantize(module: Module, op: Op, position: int, ref: WeightRef) -> Weight
 
 
 def _line(module: Module, reason: _Reason, weights: Mapping[str, Weight]) -> str:
-    before = sum(nbytes(module.weights[n].type, module.dims) * w.members for n, w in weights.items())
+    before = sum(
+        nbytes(module.weights[n].type, module.dims) * w.members for n, w in weights.items()
+    )
     after = sum(nbytes(w.type, module.dims) * w.members for w in weights.values())
     dtypes = "/".join(dict.fromkeys(w.type.dtype for w in weights.values()))
     names = [f"@{name}" for name in weights]

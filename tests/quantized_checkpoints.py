@@ -105,7 +105,9 @@ def encode_awq(name: str, rows: int, cols: int, rng: np.random.Generator) -> Enc
     return files, np.ascontiguousarray(value.T)
 
 
-def encode_mxfp4(name: str, experts: int, rows: int, cols: int, rng: np.random.Generator) -> Encoded:
+def encode_mxfp4(
+    name: str, experts: int, rows: int, cols: int, rng: np.random.Generator
+) -> Encoded:
     """OCP MX: e2m1, a power of two per 32 columns; values [experts, rows = out, cols = in]."""
     codes = rng.integers(0, 16, (experts, rows, cols)).astype(np.uint8)
     scale = rng.integers(119, 122, (experts, rows, cols // 32)).astype(np.uint8)
@@ -133,6 +135,11 @@ class Case:
 
 def _linear(name: str) -> bool:
     return "proj" in name
+
+
+def _not_one_by_one(name: str, rows: int, cols: int, rng: np.random.Generator) -> Encoded:
+    """gpt-oss stores stacks of experts: `encode_mxfp4`."""
+    raise AssertionError
 
 
 CASES: dict[str, Case] = {
@@ -168,19 +175,19 @@ CASES: dict[str, Case] = {
     ),
     "mxfp4": Case(
         lambda: tf.GptOssConfig(
-            **_SIZES | {"intermediate_size": 64}, head_dim=16, num_local_experts=5,
+            **{**_SIZES, "intermediate_size": 64}, head_dim=16, num_local_experts=5,
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=8,
         ),
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        lambda *_: ({}, np.zeros(0)), lambda n: n.endswith(("gate_up_proj", "down_proj")),
+        _not_one_by_one, lambda n: n.endswith(("gate_up_proj", "down_proj")),
         "mxfp4(group=32)",
     ),
 }  # fmt: skip
 
 
 def make(folder: Path, name: str) -> Any:
-    """Write the checkpoint of a case; returns transformers' model of the values it means, in f32."""
+    """Write the checkpoint of a case; returns transformers' model of its values, in f32."""
     case, rng = CASES[name], np.random.default_rng(len(name))
     plain, folder = folder / "plain", folder / name
     torch.manual_seed(1)
@@ -202,7 +209,7 @@ def make(folder: Path, name: str) -> Any:
             made, value = encode_mxfp4(stem, experts, rows, cols, rng)
             value = np.ascontiguousarray(value.swapaxes(1, 2))
         else:
-            made, value = case.encode(stem, *tensor.shape, rng)
+            made, value = case.encode(stem, tensor.shape[0], tensor.shape[1], rng)
         files.update(made)
         values[key] = torch.from_numpy(value)
     save_file(files, folder / "model.safetensors")

@@ -68,14 +68,14 @@ class GgufSource:
         data = tensor.data if expert is None else tensor.data[expert]
         data = data if rows is None else data[rows]
         if tensor.format == "bf16":
-            return torch.from_numpy(np.array(data)).view(torch.bfloat16)
+            return torch.as_tensor(np.array(data)).view(torch.bfloat16)
         if tensor.format in _PLAIN:
-            return torch.from_numpy(np.array(data))
-        return dequantize(torch.from_numpy(np.array(data)), tensor.format)
+            return torch.as_tensor(np.array(data))
+        return dequantize(torch.as_tensor(np.array(data)), tensor.format)
 
     def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._tensor(name)
-        data = torch.from_numpy(np.array(tensor.data if expert is None else tensor.data[expert]))
+        data = torch.as_tensor(np.array(tensor.data if expert is None else tensor.data[expert]))
         return as_q8_0(data, tensor.format) if tensor.format in _AS_Q8_0 else data
 
     @property

@@ -59,7 +59,8 @@ def quantized(matrix: torch.Tensor, encoding: Encoding) -> StoredInts:
 def from_rows(rows: torch.Tensor, encoding: Encoding, columns: int) -> StoredInts:
     """What `to_rows` was given."""
     groups = _groups(encoding, columns)
-    q, scales, zeros = rows.split([columns, 4 * groups, rows.shape[1] - columns - 4 * groups], 1)
+    end = columns + 4 * groups
+    q, scales, zeros = rows[:, :columns], rows[:, columns:end], rows[:, end:]
     return StoredInts(
         encoding.name,
         encoding.get("group"),

@@ -18,7 +18,8 @@ from ktgraph.frontends.hf_export import export_step
 from ktgraph.ir import StateType, TensorType, parse_module
 from ktgraph.ir.literals import literals
 from ktgraph.ir.verify import verify
-from ktgraph.weights.sources import RandomSource, SafetensorsSource
+from ktgraph.weights.safetensors_source import SafetensorsSource
+from ktgraph.weights.sources import RandomSource
 
 FAMILIES = ("deepseek_v2", "deepseek_v2_grouped", "qwen3_moe")
 OTHERS = ("deepseek_v3", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "llama")

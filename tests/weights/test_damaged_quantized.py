@@ -12,7 +12,7 @@ from quantized_checkpoints import CASES, Files, edit_config, edit_files, make
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.frontends.safetensors_files import CheckpointError
-from ktgraph.weights.sources import SafetensorsSource
+from ktgraph.weights.safetensors_source import SafetensorsSource
 
 FP8 = "model.layers.0.mlp.down_proj"
 INT4 = "model.layers.1.mlp.experts.2.up_proj"

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: every value, every tile and the logits are those of the format's definition."""
+"""Quantized checkpoints: values, tiles and logits are those of each format's definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ktgraph.model_input import read_model
 from ktgraph.stages import Traced
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
-from ktgraph.weights.sources import SafetensorsSource
+from ktgraph.weights.safetensors_source import SafetensorsSource
 from ktgraph.weights.stored_rows import has_rows
 
 

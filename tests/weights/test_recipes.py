@@ -36,6 +36,9 @@ CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("deinterleave", ["f32[E, 2*F]"], {"axis": -1}, "f32[E, 2*F]"),
     ("mla_key_half", ["f32[H*(N+V), R]<bf16>"], {"H": H, "N": N, "V": V}, "f32[H, R, N]<bf16>"),
     ("mla_value_half", ["f32[H*(N+V), R]<bf16>"], {"H": H, "N": N, "V": V}, "f32[H, V, R]<bf16>"),
+    ("split_pairs", ["f32[H*N, D]<int8>"], {"H": H}, "f32[H*N, D]<int8>"),
+    ("split_pairs", ["f32[H*N]<bf16>"], {"H": H}, "f32[H*N]<bf16>"),
+    ("mla_join", ["f32[H, R, N]", "f32[H, V, R]<int8>"], {}, "f32[H*(N+V), R]"),
     ("quantize", ["f32[D, F]"], {"encoding": "int4(group=64)"}, "f32[D, F]<int4(group=64)>"),
     ("dequantize", ["bf16[D, F]<fp8>"], {}, "bf16[D, F]"),
     ("pack", ["f32[D, F]<bf16>"], {"encoding": "tile.bf16"}, "f32[D, F]<tile.bf16>"),
@@ -86,6 +89,20 @@ def test_mla_halves_are_the_rows_of_each_head() -> None:
     assert torch.allclose(back @ latent, per_head[:, 4:], atol=1e-5)
 
 
+def test_joined_halves_come_apart_again() -> None:
+    key, value = torch.randn(3, 5, 4), torch.randn(3, 2, 5)
+    kv_b = recipe_def("mla_join").apply([key, value], {})
+    sizes = {"H": 3, "N": 4, "V": 2}
+    assert torch.equal(recipe_def("mla_key_half").apply([kv_b], sizes), key)
+    assert torch.equal(recipe_def("mla_value_half").apply([kv_b], sizes), value)
+
+
+def test_split_pairs_keeps_heads_apart() -> None:
+    rows = torch.arange(8.0)[:, None]
+    found = recipe_def("split_pairs").apply([rows], {"H": 2})
+    assert found.flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
 def test_deinterleave_puts_gates_before_ups() -> None:
     rows = torch.arange(6.0)[None, :, None]
     found = recipe_def("deinterleave").apply([rows], {})
@@ -106,6 +123,9 @@ def test_deinterleave_puts_gates_before_ups() -> None:
         ("pack", ["f32[D, F]"], {"encoding": "tile.bf16"}, "packing is exact"),
         ("pack", ["f32[D, F]<int8>"], {"encoding": "int8"}, "packing is exact"),
         ("pack", ["f32[D, F]<int4(group=64)>"], {"encoding": "tile.int4"}, "groups of 64"),
+        ("mla_join", ["f32[H, R, N]", "f32[H, V, N]"], {}, "no value half"),
+        ("mla_join", ["f32[H, R, N]"], {}, "a value half"),
+        ("split_pairs", ["f32[D, F]"], {}, "attribute H is missing"),
         ("dequantize", ["f32[D, F]<bf16>"], {}, "is not quantized"),
         ("cast", ["f32[D, F]"], {"dtype": "f8"}, "not one of"),
     ],

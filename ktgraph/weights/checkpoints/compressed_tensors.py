@@ -86,10 +86,10 @@ def _packed(shards: Shards, stem: str) -> QuantizedTensor:
 
 
 def _read_shape(shards: Shards, entry: Entry) -> tuple[int, int]:
-    found = shards.tensor(entry.key).flatten().tolist()
+    found = [int(size) for size in shards.tensor(entry.key).flatten()]
     if len(found) != 2 or min(found) < 1:
         raise CheckpointError(f"{entry.file}: tensor {entry.key!r} is {found}, expected [out, in]")
-    return int(found[0]), int(found[1])
+    return found[0], found[1]
 
 
 def _groups(scale: Entry, rows: int) -> int:
