@@ -108,8 +108,13 @@ def choose_sizes(modules: Sequence[Module]) -> dict[str, int]:
     for name in sorted(real, key=_order):
         sizes[name] = _size(name, real, sizes, taken)
         taken.add(sizes[name])
-    for count, name in enumerate(_blocked(modules), start=1):
-        sizes[name] = count * _block(modules)
+    blocked, block = _blocked(modules), _block(modules)
+    for count, name in enumerate(blocked, start=1):
+        sizes[name] = count * block
+    if "A" in sizes and _heads_are_blocked(modules):
+        sizes["A"] = (2 * len(blocked) + 1) * block  # odd, so that A / 2 is no multiple of a block
+        if real.get("A") == 2 * real.get("J", 0):
+            sizes["J"] = sizes["A"] // 2
     return sizes
 
 
@@ -155,6 +160,17 @@ def _blocked(modules: Sequence[Module]) -> list[str]:
                 names = weight.type.dims[-1].names
                 found.update({n: None for n in _WIDTHS if n in names})
     return [n for n in _WIDTHS if n in found]
+
+
+def _heads_are_blocked(modules: Sequence[Module]) -> bool:
+    """Whether blocks run along the heads' channels [H*A], as in an output projection."""
+    axes = [
+        weight.type.dims[-1].names
+        for module in modules
+        for weight in module.weights.values()
+        if weight.type.dims and _weight_block(module, weight.name) > 1
+    ]
+    return any("A" in names and not any(w in names for w in _WIDTHS) for names in axes)
 
 
 def _block(modules: Sequence[Module]) -> int:

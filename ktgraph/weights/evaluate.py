@@ -119,7 +119,7 @@ class WeightEvaluator:
         packed = empty_packed(shape, encoding)
         inner, at = self._unencoded(ref, index)
         kept = self.module.weight_of(inner).type.encoding
-        if kept is None or not self._is_kept(inner):
+        if kept is None or not self._is_kept(inner) or not _holds(encoding, kept):
             for number, matrix in enumerate(self._matrices(inner, at, self._values(_as_it_is))):
                 pack_matrix(packed, number, matrix, shape, encoding)
             return packed
@@ -257,6 +257,13 @@ class WeightEvaluator:
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:
     return value
+
+
+def _holds(tile: Encoding, stored: Encoding) -> bool:
+    """Whether tiles take the very integers of a stored encoding."""
+    found = Tile.of(tile)
+    assert found is not None
+    return (found.format, found.group) == (stored.name.removeprefix("gguf."), stored.get("group"))
 
 
 def _same_numbers(made: Recipe, encoding: Encoding | None) -> bool:

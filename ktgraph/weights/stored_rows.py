@@ -50,6 +50,8 @@ def quantized(matrix: torch.Tensor, encoding: Encoding) -> StoredInts:
         q = torch.stack([q & 15, q >> 4], dim=-1).flatten(1)[:, :cols]
     if encoding.name == "int4":
         q = q.to(torch.int8) - 8
+    if encoding.name == "fp8":
+        q = q.view(torch.uint8)
     if encoding.name == "mxfp4":
         scales = torch.as_tensor(e8m0_values(scales.numpy()))
     zeros = parts[2].to(torch.uint8) if encoding.name == "int4z" else None

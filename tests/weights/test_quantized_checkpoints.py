@@ -116,6 +116,17 @@ def test_policies_leave_stored_integers_alone_unless_they_gain(made: Made) -> No
         assert str(module.weight_of(op.weight(3)).type.encoding) == experts, policy
 
 
+def test_a_policy_may_round_what_is_stored(made: Made) -> None:
+    if made.name not in ("fp8", "mxfp4"):
+        return
+    policy = "experts=int8" if made.name == "mxfp4" else "experts=int4p(group=32)"
+    lowered = made.traced.lower("cpu", context=64, quantize=policy)
+    ids = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        error = nmse(lowered.compile()(ids), made.model(ids).logits)
+    assert 1e-7 < error < 0.2
+
+
 ON_GPU = {  # whether kernels of a GPU compute from the experts' encoding
     "fp8": False, "compressed-tensors": True, "gptq": False, "awq": False, "mxfp4": False,
 }  # fmt: skip
