@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
     "qwen3moe": Case(
         "qwen3moe",
         lambda: tf.Qwen3MoeConfig(
-            **SIZES, head_dim=32, num_experts=4, moe_intermediate_size=256, norm_topk_prob=True,
+            **{**SIZES, "head_dim": 32}, num_experts=4, moe_intermediate_size=256, norm_topk_prob=True,
             tie_word_embeddings=True,
         ),
         {**_MOE_KEYS, "expert_feed_forward_length": 256, "attention.key_length": 32,
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "llama": Case(
         "llama",
         lambda: tf.LlamaConfig(
-            **SIZES, head_dim=64, rope_parameters={
+            **{**SIZES, "head_dim": 64}, rope_parameters={
                 "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
                 "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 32,

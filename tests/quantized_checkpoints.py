@@ -26,6 +26,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 96, "num_experts_per_tok": 2,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 128,
 }  # fmt: skip
+_GQA: dict[str, Any] = {**_SIZES, "head_dim": 16}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 48,
@@ -163,12 +164,12 @@ CASES: dict[str, Case] = {
         encode_compressed, lambda n: ".experts." in n, "int4(group=32)",
     ),
     "gptq": Case(
-        lambda: tf.Qwen3MoeConfig(**_SIZES, head_dim=16, num_experts=6, moe_intermediate_size=32),
+        lambda: tf.Qwen3MoeConfig(**_GQA, num_experts=6, moe_intermediate_size=32),
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
         encode_gptq, _linear, "int4z(group=32)",
     ),
     "awq": Case(
-        lambda: tf.Qwen3MoeConfig(**_SIZES, head_dim=16, num_experts=6, moe_intermediate_size=32),
+        lambda: tf.Qwen3MoeConfig(**_GQA, num_experts=6, moe_intermediate_size=32),
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True,
          "version": "gemm"},
         encode_awq, lambda n: _linear(n) and "down_proj" not in n, "int4z(group=64)",

@@ -22,6 +22,7 @@ from ktgraph.stages import Traced, weight_source
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.gguf_blocks import as_q8_0, block_size, dequantize
+from ktgraph.weights.gguf_source import GgufSource
 
 
 class Made:
@@ -30,7 +31,9 @@ class Made:
         self.model = write(path, name)
         module = trace_hf_full(path, torch.float32, witnesses=False).module
         self.traced = Traced(module, read_model(path), "f32")
-        self.source = weight_source(self.traced.given)
+        source = weight_source(self.traced.given)
+        assert isinstance(source, GgufSource)
+        self.source = source
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -127,7 +130,7 @@ def _file(path: Path, arch: str, **tensors: np.ndarray) -> None:
     writer.close()
 
 
-BAD: list[tuple[Callable[[Path, bytes], None], str]] = [
+BAD: list[tuple[Callable[[Path, bytes], object], str]] = [
     (lambda p, good: p.write_bytes(good[:-100]), "truncated, corrupt or no GGUF file"),
     (lambda p, good: p.write_bytes(good[:200]), "truncated, corrupt or no GGUF file"),
     (lambda p, good: p.write_bytes(b"no such thing" * 9), "GGUF magic invalid"),
@@ -145,7 +148,7 @@ BAD: list[tuple[Callable[[Path, bytes], None], str]] = [
 
 @pytest.mark.parametrize(("damage", "message"), BAD)
 def test_one_clear_error(
-    tmp_path: Path, good: bytes, damage: Callable[[Path, bytes], None], message: str
+    tmp_path: Path, good: bytes, damage: Callable[[Path, bytes], object], message: str
 ) -> None:
     path = tmp_path / "model.gguf"
     damage(path, good)

@@ -1,4 +1,4 @@
-"""Rows of quantized weights as bytes: nothing is lost, and recipes of rows mean the same on them."""
+"""Rows of quantized weights as bytes: nothing is lost, and any choice of rows means the same."""
 
 from __future__ import annotations
 
