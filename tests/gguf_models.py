@@ -88,8 +88,8 @@ CASES: dict[str, Case] = {
     "qwen3moe": Case(
         "qwen3moe",
         lambda: tf.Qwen3MoeConfig(
-            **{**SIZES, "head_dim": 32}, num_experts=4, moe_intermediate_size=256, norm_topk_prob=True,
-            tie_word_embeddings=True,
+            **{**SIZES, "head_dim": 32}, num_experts=4, moe_intermediate_size=256,
+            norm_topk_prob=True, tie_word_embeddings=True,
         ),
         {**_MOE_KEYS, "expert_feed_forward_length": 256, "attention.key_length": 32,
          "attention.value_length": 32},

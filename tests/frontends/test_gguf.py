@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ktgraph.frontends.gguf_model import open_gguf
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.frontends.safetensors_files import CheckpointError
 from ktgraph.model_input import read_model
-from ktgraph.stages import Traced, weight_source
+from ktgraph.stages import Lowered, Traced, weight_source
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.gguf_blocks import as_q8_0, block_size, dequantize
@@ -34,6 +35,10 @@ class Made:
         source = weight_source(self.traced.given)
         assert isinstance(source, GgufSource)
         self.source = source
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        return self.traced.lower("cpu", context=64)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -55,16 +60,15 @@ def test_logits_are_those_of_the_dequantized_model(made: Made, kit: Any) -> None
 def test_compiled(made: Made, kit: Any) -> None:
     """Kernels of GGUF blocks round rows of x to 8 bits, which here and there changes an expert."""
     ids = torch.randint(0, SIZES["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(1))
-    lowered = made.traced.lower("cpu", context=64, activations="f32")
-    assert not any(o.via == "torch.reference" for o in lowered.module.walk())
-    got, want = lowered.compile()(ids), logits_of(made, ids)
+    assert not any(o.via == "torch.reference" for o in made.lowered.module.walk())
+    got, want = made.lowered.compile()(ids), logits_of(made, ids)
     by_token = (got - want).square().sum(-1) / want.square().sum(-1)
     assert 1e-9 < by_token.median() < 5e-3
 
 
 def test_tiles_hold_the_files_bits(made: Made) -> None:
     """Packed weights, against their values: every one whose file has integers."""
-    module = made.traced.lower("cpu", context=64).module
+    module = made.lowered.module
     packed = WeightEvaluator(module, made.source)
     plain = WeightEvaluator(module, made.source, torch.float32)
     formats: set[str] = set()
@@ -84,7 +88,7 @@ def test_tiles_hold_the_files_bits(made: Made) -> None:
 
 
 def test_what_no_kernel_reads_is_said(made: Made) -> None:
-    lowered = made.traced.lower("cpu", context=64)
+    lowered = made.lowered
     (notes,) = (r.notes for r in lowered.passes.records if r.name == "dequantize")
     dense = [
         w for w in lowered.module.weights.values() if w.recipe and w.recipe.kind == "dequantize"
