@@ -6,7 +6,7 @@ The value of a weight is what its bytes mean; x is taken as it is, but in the fi
 weights, where 8 columns of a 16-bit x become bytes with a scale of their own (the tile's `rows=`
 attribute is about CPU kernels).  Three forms by the number of tokens:
 
-1          `_row`: every program multiplies TILES tiles with the row of x outside of the matrix units
+1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
            (tile_words.py has the budget).  Few tiles share their columns among programs, so that
            the last wave is full; shares are added in their order.  Floor: the packed bytes.
 2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
