@@ -167,9 +167,7 @@ def bytes_of(plan: Plan) -> Bytes:
     return found
 
 
-def decode_floor(
-    read: Bytes, layers: int, dram: float, hbm: float, deferred: float = 0.0
-) -> float:
+def decode_floor(read: Bytes, layers: int, dram: float, hbm: float, deferred: float = 0.0) -> float:
     """Seconds of a step that no schedule goes below; `deferred` is a share of the experts."""
     base = (read.gpu + read.gpu_experts) / hbm
     if not read.cpu_experts:

@@ -17,8 +17,8 @@ After:   … layer 1, which takes nothing …
            %now, %later = tensor.split %ids {sizes = [K-n, n]}
            %routed = moe.grouped_mlp %h, %now, %wts.now, @layers[i].w13, @layers[i].w2 : …@cpu
            %late = moe.grouped_mlp %h, %later, %wts.later, @layers[i].w13, @layers[i].w2 : …@cpu
-           %shared.before = tensor.add %shared, %before
-           %y = tensor.add3 %x.1, %routed, %shared.before
+           %shared.with_late = tensor.add %shared, %before
+           %y = tensor.add3 %x.1, %routed, %shared.with_late
            yield %y, %late }
          … layer 26, which hands nothing on …
 """
@@ -247,7 +247,7 @@ class _Deferring:
             beside, anchor, users = routed, user, list(routed.users)
         else:
             anchor, users = user, [user]
-        names = [self.func.fresh_name(f"{beside.name}.before")]
+        names = [self.func.fresh_name(f"{beside.name}.with_late")]
         total = build(self.module, "tensor.add", [beside, late], names)
         self._insert(anchor, total)
         for each in users:
