@@ -147,9 +147,6 @@ class _Deferring:
                 f"expert-deferral: n={self.count}, but a token has {top_k} experts: "
                 f"expected 0..{top_k}"
             )
-        route = host.value(1).producer
-        if route is None or route.name != "moe.route" or route.operand(2) is not None:
-            return "its experts do not come in the order of their weights"
         if self.count == top_k and _beside(host.result) is None:
             return "its result is not one term of a sum"
         return ""
@@ -220,7 +217,7 @@ class _Deferring:
         """Leave the op its first experts, and give the last `count` to one of their own."""
         now: list[Value] = []
         later: list[Value] = []
-        for value in (host.value(1), host.value(2)):
+        for value in self._by_weight(host):
             names = [self.func.fresh_name(f"{value.name}.{part}") for part in ("now", "later")]
             sizes = (value.tensor.dims[-1] - self.count, self.count)
             attrs, at = {"sizes": sizes}, value.type.device
@@ -238,6 +235,18 @@ class _Deferring:
         host.block.ops.remove(host)  # what is waited for is asked for first
         host.block.insert_before(made, host)
         return made.result
+
+    def _by_weight(self, host: Op) -> Sequence[Value]:
+        """Ids and weights by descending weight; a router that chooses with no bias has them so."""
+        ids, weights = host.value(1), host.value(2)
+        route = ids.producer
+        if route is not None and route.name == "moe.route" and route.operand(2) is None:
+            return ids, weights
+        names = [self.func.fresh_name(f"{v.name}.sorted") for v in (ids, weights)]
+        at = ids.type.device
+        found = build(self.module, "moe.by_weight", [ids, weights], names, device=at)
+        self._insert(host, found)
+        return found.results
 
     def _add(self, routed: Value, late: Value) -> None:
         """Add to what the layer's experts are added to: that sum need not wait for them."""

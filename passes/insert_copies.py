@@ -226,7 +226,7 @@ class _Inserting:
 
 
 def _mailboxes(func: Function, ops: Sequence[Op]) -> dict[Op, Dim]:
-    """A number for each hand-over: of layer i, ``i``, or ``2*i`` and ``2*i+1`` where a layer has two.
+    """Numbers of hand-overs: ``i`` in layer i, ``2*i`` and ``2*i+1`` where layers have two.
 
     The layer is the member of the weights' family that the op reads; an op without one gets a
     number that no layer has.

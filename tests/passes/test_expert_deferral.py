@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ktgraph.drive import one_thread
 from ktgraph.errors import UnsupportedInputError
-from ktgraph.ir.graph import Module
+from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.interp import Interpreter
 from ktgraph.ir.parser import parse_module
 from ktgraph.ir.verify import verify
@@ -128,8 +129,8 @@ def test_it_is_the_plain_model(layers: int, n: int) -> None:
 
 LAYER = """\
   %h{0} = nn.rms_norm %x{0}, @layers[{1}].norm {{eps = 1e-06}} : f32[T, D]
-  %ids{0}, %wts{0} = moe.route %h{0}, @layers[{1}].gate {{top_k = K}} : i32[T, K], f32[T, K]
-  %routed{0} = moe.grouped_mlp %h{0}, %ids{0}, %wts{0}, @layers[{1}].w13, @layers[{1}].w2 : f32[T, D]
+  %ids{0}, %w{0} = moe.route %h{0}, @layers[{1}].gate {{top_k = K}} : i32[T, K], f32[T, K]
+  %routed{0} = moe.grouped_mlp %h{0}, %ids{0}, %w{0}, @layers[{1}].w13, @layers[{1}].w2 : f32[T, D]
   %shared{0} = nn.swiglu %h{0}, @layers[{1}].shared.w13, @layers[{1}].shared.w2 : f32[T, D]
   %x{2} = tensor.add3 %x{0}, %routed{0}, %shared{0} : f32[T, D]
 """
@@ -193,13 +194,28 @@ def test_a_number_that_cannot_be(n: int) -> None:
         deferred(layers_only(), n)
 
 
-def test_experts_chosen_with_a_bias_are_left() -> None:
-    """They come in the order of their biased scores, not of their weights."""
-    text = str(layers_only()).replace("@layers[i].gate {", "@layers[i].gate, @layers[i].norm {")
-    module, context = parse_module(text), PassContext()
-    ExpertDeferral(2).run(module, context)
-    assert str(module) == text
-    assert "the order of their weights" in context.events[0].reason
+def test_experts_chosen_with_a_bias_are_sorted() -> None:
+    """They come in the order of their biased scores; the lowest weight is what comes late."""
+    norm = "weight @layers[i in 0..4].norm"
+    bias = 'weight @layers[i in 0..4].bias : f32[E] from "model.layers.{i}.bias"'
+    text = str(layers_only()).replace("@layers[i].gate {", "@layers[i].gate, @layers[i].bias {")
+    after = deferred(parse_module(text.replace(norm, f"{bias}\n{norm}")), 1)
+    chosen: list[Tensor] = []
+    late: list[Tensor] = []
+
+    def observe(op: Op, operands: Sequence[Any], attrs: Any, results: Sequence[Any]) -> None:
+        if op.name == "moe.route":
+            chosen.append(results[1])
+        if op.name == "moe.grouped_mlp" and op.result.name.endswith(".late"):
+            late.append(operands[2])
+
+    weights = WeightEvaluator(after, RandomSource(after), torch.float32)
+    x = torch.randn(7, after.dims["D"], generator=torch.Generator().manual_seed(3))
+    Interpreter(after, weights, observe=observe).run("decode", [x])
+    assert len(late) == LAYERS - 1
+    for weight, all_of_token in zip(late, chosen, strict=False):
+        assert torch.equal(weight, all_of_token.amin(-1, keepdim=True))
+    assert not torch.equal(late[0], chosen[0][:, -1:])
 
 
 @pytest.mark.parametrize("model", MODELS)

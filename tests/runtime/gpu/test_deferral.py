@@ -54,14 +54,14 @@ def test_ragged_batches(experts: str, n: int, boxes: int) -> None:
     assert parts.can_capture
     assert len(parts.boxes) == boxes
     assert len(pair.executor.parts["prefill"].boxes) == (3 if experts == "cpu" else 0)
-    assert max(follow(pair, [5, 2, 6, 1], [1, 4, 2])) <= LIMIT
+    assert max(follow(pair, [5, 2, 6, 1], [1, 3, 1, 1])) <= LIMIT
 
 
 def test_layers_on_the_gpu_in_between() -> None:
     """A layer on the GPU takes what the one before hands on, and hands nothing on itself."""
     pair = make_hybrid(gqa_layers(6), MIXED, pipeline=DEFERRED, defer=1)
     assert len(pair.executor.parts["decode"].boxes) == 2 + 2 + 2 + 1
-    assert max(follow(pair, [5, 2, 6, 1], [1, 4, 2])) <= LIMIT
+    assert max(follow(pair, [5, 2, 6, 1], [1, 3, 1, 1])) <= LIMIT
 
 
 def test_quantized_experts() -> None:
@@ -86,11 +86,11 @@ def test_the_answer_is_awaited_behind_the_next_post() -> None:
 
 
 def test_graphs_give_the_same_tokens() -> None:
-    module = deferred()
+    module = deferred(2)
     found: list[list[int]] = []
     for capture in (False, True):
         runner = bind(module, OPTIONS, capture=capture)
-        found.append(greedy(runner, 8))
+        found.append(greedy(runner, 6))
         runner.executor.close()
     assert found[0] == found[1]
     assert len(set(found[0])) > 4
