@@ -110,7 +110,7 @@ def choose_sizes(modules: Sequence[Module]) -> dict[str, int]:
     axes = _axes(modules)
     for name in sorted(real, key=_order):
         sizes[name] = _size(name, real, sizes, taken)
-        while any(d.names == {name} and d.at(sizes) < 1 for d in axes):
+        while any(d.names == frozenset((name,)) and d.at(sizes) < 1 for d in axes):
             sizes[name] += 1
         taken.add(sizes[name])
     for count, name in enumerate(_blocked(modules), start=1):
