@@ -36,7 +36,7 @@ from ktgraph.ops import build
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, lossy, register_pass
 from ktgraph.passes.specialize_phases import Phase
 from ktgraph.placement.graph import CPU
-from ktgraph.placement.lanes import op_device
+from ktgraph.placement.lanes import CROSSING, op_device
 
 _RULE = "expert-deferral"
 _EXPERTS = "moe.grouped_mlp"
@@ -75,13 +75,22 @@ class ExpertDeferral(Pass):
             )
         for func in module.functions.values():
             if func.attrs.get("phase") in self.phases and not is_deferred(func):
-                made = _Deferring(module, func, count, ctx).run()
-                ctx.note(f"@{func.name}: {count} experts a token come one layer later, {made}")
+                _check_order(func)
+                layers = _Deferring(module, func, count, ctx).run()
+                ctx.note(f"@{func.name}: {count} experts of a token come late in {layers} layers")
 
 
 def is_deferred(func: Function) -> bool:
     """Whether the pass has changed the function."""
     return any(str(name).startswith(_RULE) for name in _lossy(func))
+
+
+def _check_order(func: Function) -> None:
+    if any(op.name in CROSSING for op in func.walk()):
+        raise UnsupportedInputError(
+            f"expert-deferral comes before insert-copies, and @{func.name} has its copies already: "
+            "write default,expert-deferral{n=…}"
+        )
 
 
 # The groups of experts of one layer: ops that read the same rows, more than one where hot experts
@@ -95,6 +104,11 @@ class _Site:
 
     repeat: Op | None
     layers: Sequence[_Layer]
+
+    @property
+    def runs(self) -> int:
+        """How often layers of it run."""
+        return len(self.layers) * (_count(self.repeat) if self.repeat else 1)
 
 
 class _Deferring:
@@ -113,7 +127,7 @@ class _Deferring:
         sites = _sites(self.func.body)
         for number, site in enumerate(sites):
             hands_on = number + 1 < len(sites)
-            defers = self._defers(site)
+            defers = self._defers(site, hands_on)
             if site.repeat is None:
                 late = self._chain(site.layers, late, hands_on and defers)
             else:
@@ -122,58 +136,66 @@ class _Deferring:
             self.func.attrs[LOSSY] = (*_lossy(self.func), f"{_RULE}{{n={self.count}}}")
         return self.layers
 
-    def _defers(self, site: _Site) -> bool:
+    def _defers(self, site: _Site, hands_on: bool) -> bool:
         """Whether a site has experts to defer, and a bisection lets it."""
-        hosts = [op for layer in site.layers for op in self._on_cpu(layer)]
-        for op in hosts:
-            if refusal := self._refusal(op):
-                self.ctx.refused(_RULE, op, refusal)
-        found = [host for layer in site.layers if (host := self._host(layer)) is not None]
-        return bool(found) and self.ctx.may_rewrite(_RULE, found[0])
+        ends = site.runs == 1 and not hands_on
+        reasons = ["no experts come behind it" if ends else self._refusal(x) for x in site.layers]
+        for layer, reason in zip(site.layers, reasons, strict=True):
+            if reason:
+                self.ctx.refused(_RULE, layer[0], reason)
+        if all(reasons):
+            return False
+        return self.ctx.may_rewrite(_RULE, site.layers[reasons.index("")][0])
 
-    def _on_cpu(self, layer: _Layer) -> list[Op]:
-        return [op for op in layer if op_device(self.module, op) == CPU]
-
-    def _host(self, layer: _Layer) -> Op | None:
-        """The layer's experts on the CPU; None where there are none that can be deferred."""
+    def _refusal(self, layer: _Layer) -> str:
+        """Why a layer's experts cannot be deferred; an empty string when they can."""
         found = self._on_cpu(layer)
-        return found[0] if len(found) == 1 and not self._refusal(found[0]) else None
-
-    def _refusal(self, host: Op) -> str:
-        """Why an op's experts cannot be deferred; an empty string when they can."""
-        top_k = _top_k(self.module, host)
+        if not found:
+            return "its experts are not on the CPU"
+        if len(found) > 1:
+            return "it has several groups of experts on the CPU"
+        top_k = _top_k(self.module, found[0])
         if self.count > top_k:
             raise UnsupportedInputError(
                 f"expert-deferral: n={self.count}, but a token has {top_k} experts: "
                 f"expected 0..{top_k}"
             )
-        if self.count == top_k and _beside(host.result) is None:
+        if self.count == top_k and _beside(found[0].result) is None:
             return "its result is not one term of a sum"
         return ""
 
+    def _on_cpu(self, layer: _Layer) -> list[Op]:
+        return [op for op in layer if op_device(self.module, op) == CPU]
+
+    def _host(self, layer: _Layer) -> Op | None:
+        """The layer's experts on the CPU; None where they cannot be deferred."""
+        return None if self._refusal(layer) else self._on_cpu(layer)[0]
+
     # -- where layers stand -----------------------------------------------------------------------
     def _repeat(self, op: Op, late: Value | None, hands_on: bool, defers: bool) -> Value | None:
-        lo, hi = op.int_attr("lo"), op.int_attr("hi")
+        several = _count(op) > 1
         if not (defers and self._host(_body_layers(op)[-1])):
-            if late is not None and lo < hi:  # the first layer alone takes it
-                first, op = split_repeat(self.func, op, lo + 1)
-                late = self._chain(_body_layers(first), late, False, defers)
-            return self._chain(_body_layers(op), late, False, defers)
+            if late is not None and several:  # the first layer alone takes it
+                first, op = split_repeat(self.func, op, op.int_attr("lo") + 1)
+                late = self._body(first, late, False, defers)
+            return self._body(op, late, False, defers)
         if hands_on:
             return self._carry(op, late)
-        if lo < hi:
-            op, last = split_repeat(self.func, op, hi)
+        if several:
+            op, last = split_repeat(self.func, op, op.int_attr("hi"))
             late, op = self._carry(op, late), last
-        return self._chain(_body_layers(op), late, False, defers)
+        return self._body(op, late, False, defers)
 
     def _carry(self, op: Op, late: Value | None) -> Value:
         """Every layer of a repeat hands on to the next one, and the last to what comes behind.
 
         The first stands alone where nothing comes in: there is no value to begin with.
         """
-        lo, hi = op.int_attr("lo"), op.int_attr("hi")
         if late is None:
-            first, rest = (op, None) if lo == hi else split_repeat(self.func, op, lo + 1)
+            several = _count(op) > 1
+            first, rest = (
+                split_repeat(self.func, op, op.int_attr("lo") + 1) if several else (op, None)
+            )
             late = self._chain(_layers(inline_repeat(first)), None, True)
             assert late is not None
             if rest is None:
@@ -182,11 +204,17 @@ class _Deferring:
         assert op.body is not None
         before = op.body.add_arg(self.func.fresh_name(f"{late.name}.i"), late.type)
         op.set_operands([*op.operands, late])
-        made = self._chain(_body_layers(op), before, True)
+        made = self._body(op, before, True, True)
         assert made is not None
         op.body.set_returns([*op.body.returns, made])
         op.results.append(Value(self.func.fresh_name(f"{made.name}.n"), made.type, op))
         return op.results[-1]
+
+    def _body(self, op: Op, late: Value | None, hands_on: bool, defers: bool) -> Value | None:
+        before = self.layers
+        made = self._chain(_body_layers(op), late, hands_on, defers)
+        self.layers += (self.layers - before) * (_count(op) - 1)
+        return made
 
     def _chain(
         self, layers: Sequence[_Layer], late: Value | None, hands_on: bool, defers: bool = True
@@ -250,17 +278,18 @@ class _Deferring:
 
     def _add(self, routed: Value, late: Value) -> None:
         """Add to what the layer's experts are added to: that sum need not wait for them."""
-        user = routed.users[0]
-        beside = _beside(routed)
-        if beside is None:
-            beside, anchor, users = routed, user, list(routed.users)
-        else:
-            anchor, users = user, [user]
-        names = [self.func.fresh_name(f"{beside.name}.with_late")]
-        total = build(self.module, "tensor.add", [beside, late], names)
-        self._insert(anchor, total)
-        for each in users:
-            each.replace_operand(beside, total.result)
+        users, beside = list(routed.users), _beside(routed)
+        term = beside or routed
+        names = [self.func.fresh_name(f"{term.name}.with_late")]
+        total = build(self.module, "tensor.add", [term, late], names)
+        maker = routed.producer
+        assert maker is not None
+        assert maker.block is not None
+        ops, total.loc = maker.block.ops, maker.loc
+        at = ops.index(maker) + 1 if beside is None else ops.index(users[0])
+        maker.block.insert(at, total)
+        for user in users:
+            user.replace_operand(term, total.result)
 
     def _replace(self, routed: Value, late: Value | None) -> None:
         """Nothing of the layer's own is added; `_refusal` has looked at the user."""
@@ -305,6 +334,10 @@ def _layers(ops: Sequence[Op]) -> list[_Layer]:
         if op.name == _EXPERTS:
             found.setdefault(op.value(0), []).append(op)
     return list(found.values())
+
+
+def _count(repeat: Op) -> int:
+    return repeat.int_attr("hi") - repeat.int_attr("lo") + 1
 
 
 def _top_k(module: Module, host: Op) -> int:

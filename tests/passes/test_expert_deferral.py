@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from golden import golden_cases
-from hybrid_models import gqa_layers
+from hybrid_models import gqa_layers, two_groups
 from lowered_models import MODELS
-from placed_models import FRONT, run
+from placed_models import FRONT, context, run, small_target
 from torch import Tensor
 
 from ktgraph.drive import one_thread
@@ -26,7 +26,7 @@ from ktgraph.miniature import shrink
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pass_manager import PassManager
 from ktgraph.passes.expert_deferral import ExpertDeferral
-from ktgraph.validate import Validator
+from ktgraph.validate import Validator, nmse
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
 
@@ -154,6 +154,42 @@ def test_wherever_layers_stand(layers: str, n: int) -> None:
     before = parse_module(text[:head] + layers + text[tail:])
     verify(before)
     check(before, deferred(before, n), n)
+
+
+def test_a_result_that_is_no_term_of_a_sum() -> None:
+    """What comes late is added to the experts' result itself, before it is read."""
+    text = str(layers_only()).replace(
+        "%y = tensor.add3 %x, %routed, %shared", "%y = tensor.add3 %x, %once, %shared"
+    )
+    scaled = "    %once = tensor.scale %routed {by = 1.0} : f32[T, D]\n    %shared ="
+    before = parse_module(text.replace("    %shared =", scaled))
+    after = deferred(before, 2)
+    x = torch.randn(7, before.dims["D"], generator=torch.Generator().manual_seed(3))
+    error = nmse(interpreted(after, x), interpreted(deferred(layers_only(), 2), x))
+    assert 0 < error < 1e-12  # the sum has another order
+    assert str(deferred(before, TOP_K)) == str(before)
+
+
+def test_it_comes_before_the_copies() -> None:
+    module = run(gqa_layers(3), f"{FRONT},place", context(small_target(1 << 20)))
+    assert module.home == "cuda:0"
+    run(module, "insert-copies")
+    with pytest.raises(UnsupportedInputError, match="expert-deferral comes before insert-copies"):
+        deferred(module, 1)
+
+
+def test_why_a_layer_is_not_deferred() -> None:
+    reasons: list[str] = []
+    for module in (layers_only(1), two_groups(), run(gqa_layers(2), f"{FRONT},place", context())):
+        module = module if module.home else run(module, f"{FRONT},place")
+        ctx = PassContext()
+        ExpertDeferral(1).run(module, ctx)
+        reasons += [e.reason for e in ctx.events]
+    assert reasons == [
+        "no experts come behind it",
+        "no experts come behind it",
+        "its experts are not on the CPU",
+    ]
 
 
 @pytest.mark.parametrize("n", [0, 2])
