@@ -50,9 +50,9 @@ class ExpertDeferral(Pass):
     """Add a token's n lightest experts of the CPU one layer later, in decode."""
 
     name: ClassVar[str] = "expert-deferral"
-    # Loose: with random weights a part of one layer is a large part of the result.  Tests compare
+    # Loose: up to 0.09 on miniatures, where each layer is a large part of the result.  Tests compare
     # the graph with a plain model of deferral.
-    numerics: ClassVar[Numerics] = lossy(1.0)
+    numerics: ClassVar[Numerics] = lossy(0.3)
     requires: ClassVar[Sequence[str]] = ("phased", "placed")
 
     n: int | None = None  # experts of a token that come later; none: the compile option `defer`

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from hybrid_models import (
+    DEFERRED,
     EXPERTS,
     OPTIONS,
-    PIPELINE,
     bind,
     follow,
     gqa_layers,
@@ -28,7 +28,6 @@ from ktgraph.runtime.plan import Plan
 
 LIMIT = 1e-10  # NMSE in float32
 TOP_K = 2
-DEFERRED = PIPELINE.replace("insert-copies", "expert-deferral,insert-copies")
 # layers by place of their experts: GPU first, in between, and two runs of layers on the CPU
 MIXED = "".join(
     f"- match: {{name: '^model.layers.({layers}).mlp.experts', class: moe.grouped_mlp}}\n"
