@@ -50,7 +50,7 @@ class ExpertDeferral(Pass):
     """Add a token's n lightest experts of the CPU one layer later, in decode."""
 
     name: ClassVar[str] = "expert-deferral"
-    # Loose: up to 0.09 on miniatures, where each layer is a large part of the result.  Tests compare
+    # Loose: up to 0.09 on miniatures, where a layer is a large part of the result.  Tests compare
     # the graph with a plain model of deferral.
     numerics: ClassVar[Numerics] = lossy(0.3)
     requires: ClassVar[Sequence[str]] = ("phased", "placed")
@@ -77,7 +77,8 @@ class ExpertDeferral(Pass):
             if func.attrs.get("phase") in self.phases and not is_deferred(func):
                 _check_order(func)
                 layers = _Deferring(module, func, count, ctx).run()
-                ctx.note(f"@{func.name}: {count} experts of a token come late in {layers} layers")
+                what = f"{count} experts of a token come late in {layers} layers"
+                ctx.note(f"@{func.name}: {what if layers else 'no layer has experts to defer'}")
 
 
 def is_deferred(func: Function) -> bool:

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 
 
 @triton.jit
 def _by_weight(ids, weights, out_ids, out_weights, K: tl.constexpr, WIDTH: tl.constexpr):
+    enter()
     start = tl.program_id(0).to(tl.int64) * K
     k = tl.arange(0, WIDTH)
     real = k < K
@@ -39,7 +41,13 @@ def by_weight(ids: torch.Tensor, weights: torch.Tensor, *, out) -> None:
     assert out[1].is_contiguous()
     top_k = ids.shape[-1]
     _by_weight[(ids.numel() // top_k,)](
-        ids, weights, *out, K=top_k, WIDTH=triton.next_power_of_2(top_k), num_warps=1
+        ids,
+        weights,
+        *out,
+        K=top_k,
+        WIDTH=triton.next_power_of_2(top_k),
+        num_warps=1,
+        **dependent_launch(),
     )
 
 

@@ -9,7 +9,7 @@ from small_models import gqa_moe, mla_moe
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_module
-from ktgraph.ir.repeats import split_repeat
+from ktgraph.ir.repeats import inline_repeat, split_repeat
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import CompileOptions, PassContext, exact
 from ktgraph.placement.decide import Settings, decide
@@ -155,3 +155,20 @@ def test_split_repeat_keeps_names_and_meaning() -> None:
     assert Validator().compare(before, module, exact()).error == 0.0
     with pytest.raises(ValueError, match="cannot be split at 1"):
         split_repeat(func, tail, 1)
+
+
+def test_inline_repeat_keeps_names_and_meaning() -> None:
+    module = gqa_moe()
+    want = run_trace(module)
+    func = module.functions["main"]
+    repeat = next(op for op in func.walk() if op.body is not None)
+    with pytest.raises(ValueError, match=r"repeat 0\.\.1 is no repeat of one layer"):
+        inline_repeat(repeat)
+    head, _ = split_repeat(func, repeat, 1)
+    moved = inline_repeat(head)
+    verify(module)
+    assert [op for op in func.body.ops if op.name == "moe.experts"] == [
+        op for op in moved if op.name == "moe.experts"
+    ]
+    assert {str(ref.index) for op in moved for ref in op.weights if ref.index} == {"0"}
+    assert torch.equal(run_trace(module), want)
