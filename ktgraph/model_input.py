@@ -104,8 +104,9 @@ def _checkpoint_folder(path: Path) -> Path:
     if later is not None:
         raise UnsupportedInputError(f"{path}: {later} are not supported yet; {SUPPORTED}")
     if not path.exists():
+        kind = "file" if is_gguf(path) else "folder"
         raise UnsupportedInputError(
-            f"{path}: no such folder, and ktgraph downloads nothing; {SUPPORTED}"
+            f"{path}: no such {kind}, and ktgraph downloads nothing; {SUPPORTED}"
         )
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")

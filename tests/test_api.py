@@ -99,7 +99,7 @@ def test_options_are_checked_before_anything_is_traced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("m.gguf", "m.gguf: GGUF files are not supported yet; "),
+        ("m.gguf", "m.gguf: no such file, and ktgraph downloads nothing; "),
         ("m.onnx", "m.onnx: ONNX files are not supported yet; "),
         ("no/such", "no/such: no such folder, and ktgraph downloads nothing; "),
         (nn.Linear(2, 2), "Linear: a torch module that is no transformers model is not "),
@@ -110,8 +110,8 @@ def test_models_not_taken(model: str | nn.Module, message: str) -> None:
         kt.trace(model)
     assert str(error.value).startswith(message)
     assert str(error.value).endswith(
-        "; give a checkpoint folder (config.json and *.safetensors) or a causal language model "
-        "loaded by transformers"
+        "; give a checkpoint folder (config.json and *.safetensors), a .gguf file, or a causal "
+        "language model loaded by transformers"
     )
 
 
