@@ -9,6 +9,7 @@ import torch
 
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.model_input import Model, read_model
+from ktgraph.packed_folder import check_restart, plan_in
 from ktgraph.stages import Compiled, Traced, check_options
 from ktgraph.target import Target, resolve_target
 
@@ -53,9 +54,19 @@ def compile(
     """Trace, lower and compile in one call.
 
     model, dtype, tokenizer: see `trace`, but for a target with a GPU dtype "auto" is "bf16".  The
-        others: see `Traced.lower`.
+        others: see `Traced.lower`.  A folder or .ktplan with packed weights is loaded instead, as
+        `load` does; everything that weights depend on is as it was when they were packed.
     """
     given = {"quantize": quantize, "max_tokens": max_tokens, "context": context, **options}
+    packed = plan_in(model)
+    if packed is not None:
+        asked = {
+            "target": None if target == "auto" else target,
+            "pipeline": None if pipeline == "default" else pipeline,
+            "dtype": None if dtype == "auto" else dtype,
+        }
+        more = {"validate": validate, "dump": dump, "tokenizer": tokenizer}
+        return load(packed, **check_restart(packed, {**given, **asked, **more}))
     check_options(given)
     machine = resolve_target(target)
     traced = trace(model, dtype=compute_dtype(dtype, machine), tokenizer=tokenizer)
@@ -63,13 +74,20 @@ def compile(
 
 
 def load(
-    path: str | Path, model: Model | None = None, *, tokenizer: str | Path | None = None
+    path: str | Path,
+    model: Model | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    **options: Any,
 ) -> Compiled:
-    """A compiled model from the .ktplan that `Compiled.save` wrote.
+    """A compiled model from the .ktplan that `save` wrote, or a folder of `ktgraph quantize`.
 
     model: needed for a plan saved without weights; where given, its weights must be the plan's own.
+    options: context, cache_rows and threads may differ from when it was saved.
     Raises PlanFileError with every reason why the plan does not fit this machine.
     """
-    return Compiled.from_plan(
-        path_of("path", path), None if model is None else read_model(model, tokenizer)
-    )
+    path = path_of("path", path)
+    path = plan_in(path) or path
+    changed = check_restart(path, options)
+    given = None if model is None else read_model(model, tokenizer)
+    return Compiled.from_plan(path, given, **changed)

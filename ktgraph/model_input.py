@@ -6,13 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ktgraph.errors import UnsupportedInputError, path_of
+from ktgraph.packed_folder import plan_in
 from ktgraph.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # slow: a start from packed weights does without
 
 Model = nn.Module | str | Path
 
@@ -82,9 +85,11 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
     """
     if tokenizer is not None:
         tokenizer = path_of("tokenizer", tokenizer)
-    if isinstance(model, PreTrainedModel):
-        return ModelInput(model, _card_of_model(model, tokenizer))
     if isinstance(model, nn.Module):
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            return ModelInput(model, _card_of_model(model, tokenizer))
         raise UnsupportedInputError(
             f"{type(model).__name__}: a torch module that is no transformers model is not "
             f"supported yet; {SUPPORTED}"
@@ -102,6 +107,11 @@ def _checkpoint_folder(path: Path) -> Path:
     if not path.exists():
         raise UnsupportedInputError(
             f"{path}: no such folder, and ktgraph downloads nothing; {SUPPORTED}"
+        )
+    if plan_in(path) is not None:
+        raise UnsupportedInputError(
+            f"{path} holds packed weights: kt.load, `ktgraph run` and `ktgraph chat` start from "
+            "it; this needs the checkpoint that it was made from"
         )
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")

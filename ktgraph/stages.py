@@ -7,13 +7,12 @@ import json
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.cpu_kernels import NativeMissingError, load_native
@@ -28,13 +27,16 @@ from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
 from ktgraph.perplexity import Perplexity, perplexity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
+from ktgraph.runtime.packed import packed_weights, packing_nbytes, use_nbytes
 from ktgraph.runtime.plan import Plan
-from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
+from ktgraph.runtime.planfile import PlanFileError, load_plan
+from ktgraph.runtime.planfile_write import save_plan, write_plan
 from ktgraph.runtime.runner import Runner, available_memory
 from ktgraph.sampling import Sampling
 from ktgraph.target import Target, resolve_target
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
+from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.policy import Policy
 from ktgraph.weights.sources import ModelSource, SafetensorsSource, WeightSource
 
@@ -132,9 +134,9 @@ class Traced:
 
 def weight_source(given: ModelInput) -> WeightSource:
     """Where the model's weights are read from."""
-    if isinstance(given.model, PreTrainedModel):
-        return ModelSource(given.model)
-    return SafetensorsSource(given.model)
+    if isinstance(given.model, Path):
+        return SafetensorsSource(given.model)
+    return ModelSource(given.model)
 
 
 class Lowered:
@@ -218,6 +220,31 @@ class Lowered:
         shape = choose_cache(plan, self.context.options, available, self.threads)
         return memory_need(plan, shape, self.threads)
 
+    def packing(self) -> tuple[int, int]:
+        """Bytes that `save` writes, and about the most memory that it takes meanwhile."""
+        uses = Plan.build(self.module).loaded()
+        return sum(map(use_nbytes, uses)), packing_nbytes(uses, self.threads)
+
+    def save(self, path: str | Path) -> None:
+        """Pack the weights straight into a .ktplan, which `kt.load` starts from.
+
+        One weight after another is read, packed and written: the model need not fit into memory.
+        """
+        source, options = self.context.source, self.context.options
+        assert source is not None
+        plan = Plan.build(self.module)
+        evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
+        write_plan(
+            path_of("path", path),
+            plan,
+            options,
+            packed_weights(plan.loaded(), evaluator, self.threads),
+            fingerprint=source.fingerprint(),
+            pipeline=self.pipeline,
+            target=self.target.to_toml(),
+            extras=_plan_extras(self.card, self.placement),
+        )
+
     def compile(self) -> Compiled:
         """Load and pack the weights, and make the graph ready to run.
 
@@ -231,6 +258,10 @@ class Lowered:
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
+
+
+def _plan_extras(card: ModelCard, placement: str) -> dict[str, str]:
+    return {_CARD: json.dumps(card.to_json()), _PLACEMENT: placement}
 
 
 class FallbackWarning(UserWarning):
@@ -445,13 +476,16 @@ class Compiled:
             fingerprint=self.made.fingerprint,
             pipeline=self.made.pipeline,
             target=self.made.target.to_toml(),
-            extras={_CARD: json.dumps(self.card.to_json()), _PLACEMENT: self.made.placement},
+            extras=_plan_extras(self.card, self.made.placement),
             packed=weights,
         )
 
     @staticmethod
-    def from_plan(path: str | Path, given: ModelInput | None) -> Compiled:
-        """What `kt.load` does; raises PlanFileError."""
+    def from_plan(path: str | Path, given: ModelInput | None, **changed: Any) -> Compiled:
+        """What `kt.load` does; `changed`: compile options that differ from when it was saved.
+
+        Raises PlanFileError.
+        """
         source = weight_source(given) if given is not None else None
         file = load_plan(path, source)
         target = Target.from_toml(file.target, path=f"{path}: target.toml")
@@ -463,8 +497,11 @@ class Compiled:
                 f"{path}: its model card or placement is damaged ({error!r}): compile the model "
                 "again and save it"
             ) from error
-        made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
-        threads = file.options.threads or target.cpu_threads
+        saved = {k: v for k, v in asdict(file.options).items() if k != "dtype"}
+        options = compile_options(card, file.options.dtype, {**saved, **changed})
+        file = replace(file, options=options)
+        made = Provenance(file.pipeline, options, target, file.fingerprint, placement)
+        threads = options.threads or target.cpu_threads
         return Compiled(file.runner(source, threads), card, made)
 
     def _prompts(self, given: Any) -> _Prompts:

@@ -18,6 +18,8 @@ from ktgraph.errors import user_message
 
 COMMANDS = (
     "run",
+    "chat",
+    "quantize",
     "dump",
     "opt",
     "explain",
