@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,13 +28,18 @@ _LATER = {".gguf": "GGUF files", ".onnx": "ONNX files"}
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What generation needs besides the graph.  `max_context`: positions the model was made for."""
+    """What generation needs besides the graph.
+
+    max_context: positions the model was made for.  sampling: fields of `Sampling` that its makers
+    advise (generation_config.json); chats begin with them.
+    """
 
     name: str
     max_context: int | None
     eos: tuple[int, ...]
     bos: int | None
     tokenizer: Tokenizer | None
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def need_tokenizer(self, wanted: str) -> Tokenizer:
         """The tokenizer; without one an error says that token ids work."""
@@ -53,6 +58,7 @@ class ModelCard:
             "max_context": self.max_context,
             "eos": list(self.eos),
             "bos": self.bos,
+            "sampling": dict(self.sampling),
             "tokenizer": None if tokenizer is None else tokenizer.to_json(),
         }
 
@@ -65,6 +71,7 @@ class ModelCard:
             max_context=data["max_context"],
             eos=tuple(data["eos"]),
             bos=data["bos"],
+            sampling=data.get("sampling", {}),
             tokenizer=None if files is None else Tokenizer.from_json(files),
         )
 
@@ -154,7 +161,18 @@ def _card(
         eos=_ids(eos),
         bos=bos if bos is not None or found is None else found.bos_id,
         tokenizer=found,
+        sampling=_sampling(generation),
     )
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    if not generation.get("do_sample"):
+        return {}
+    given = {"temperature": 1.0, **generation}  # sampling without a temperature is at 1
+    return {name: given[name] for name in _SAMPLING if given.get(name) is not None}
 
 
 def _first(*values: Any) -> Any:

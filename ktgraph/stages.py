@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
+from ktgraph.chat import Chat
+from ktgraph.chat_template import chat_template
 from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError, is_whole, path_of
 from ktgraph.explain import explain as explain_op
@@ -408,6 +410,27 @@ class Compiled:
             pass
         found = self._last.texts if prompts.is_text else self._last.ids
         return found[0] if prompts.is_single else found
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        template: str | Path | None = None,
+        max_new_tokens: int | None = None,
+        **sampling: Any,
+    ) -> Chat:
+        """A conversation that keeps its cache rows: ``chat.say("Hello")``, ``chat.stream(…)``.
+
+        system: what the model is told first.  template: None for the tokenizer's own, "plain", or a
+        Jinja file.  max_new_tokens: of one answer.  sampling: fields of `Sampling` over those of
+        the model's generation_config.json.
+        """
+        found = chat_template(self.card, template)
+        how = Sampling(**{**self.card.sampling, **sampling})
+        return Chat(
+            self.runner, self.limits, self.card, found,
+            system=system, max_new_tokens=max_new_tokens, sampling=how,
+        )  # fmt: skip
 
     def perplexity(
         self, text: str | Ids, window: int = 1023, bos: int | Literal["auto"] | None = "auto"

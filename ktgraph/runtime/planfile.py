@@ -283,7 +283,10 @@ def _plan(path: Path, texts: Mapping[str, str]) -> Plan:
 def _refuse(path: Path, reasons: Sequence[str]) -> None:
     if reasons:
         shown = "\n".join(f"  - {r}" for r in reasons)
-        raise PlanFileError(f"{path} does not fit:\n{shown}\nCompile the model again and save it")
+        raise PlanFileError(
+            f"{path} does not fit:\n{shown}\nCompile the model again and save it; a folder: "
+            f"ktgraph quantize MODEL -o {path.parent} --overwrite"
+        )
 
 
 def _format_reasons(env: Mapping[str, str]) -> list[str]:

@@ -128,9 +128,7 @@ def _describe_weights(
     }
 
 
-def _write_packed(
-    archive: zipfile.ZipFile, places: Iterable[PackedPlace], weights: Packed
-) -> str:
+def _write_packed(archive: zipfile.ZipFile, places: Iterable[PackedPlace], weights: Packed) -> str:
     """Write packed.bin; gives the digest of its samples."""
     info = zipfile.ZipInfo(PACKED)
     assert archive.fp is not None
