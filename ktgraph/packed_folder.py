@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ktgraph.errors import UnsupportedInputError
 
@@ -32,7 +33,7 @@ def plan_in(path: object) -> Path | None:
     return path / PLAN if (path / PLAN).is_file() else None
 
 
-def check_restart(path: Path, given: dict[str, object]) -> dict[str, object]:
+def check_restart(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options that may change at a start from packed weights; raises for any other that is given.
 
     `given` holds names and values; None means that nothing was asked for.

@@ -426,7 +426,8 @@ class Compiled:
         the model's generation_config.json.
         """
         found = chat_template(self.card, template)
-        how = Sampling(**{**self.card.sampling, **sampling})
+        advised: dict[str, Any] = dict(self.card.sampling)
+        how = Sampling(**{**advised, **sampling})
         return Chat(
             self.runner, self.limits, self.card, found,
             system=system, max_new_tokens=max_new_tokens, sampling=how,

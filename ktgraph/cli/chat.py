@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ktgraph.cli.model_arguments import add_model_arguments, open_model, say
@@ -81,7 +82,7 @@ def _check(args: argparse.Namespace, sampling: dict[str, Any]) -> None:
 def _messages(is_live: bool) -> Iterator[str]:
     """Lines of stdin to its end; one that ends in a backslash goes on in the next."""
     if is_live:
-        import readline  # noqa: F401  (gives `input` its history and line editing)
+        import_module("readline")  # gives `input` its history and line editing
     while True:
         try:
             line = _line("> ", is_live)

@@ -19,7 +19,7 @@ from ktgraph.model_input import read_model
 from ktgraph.sampling import Sampling
 
 QUESTIONS = ("Who is at the door?", "What did he say?", "And then?")
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def exe(packed_folder: Path) -> kt.Compiled:
 def afresh(chat: Chat, exe: kt.Compiled, count: int) -> list[int]:
     """What the last prompt of a chat gives in an empty cache."""
     assert chat.last is not None
-    return exe.generate(chat.last.continuations[0].prompt, count, eos=chat.endings.eos)
+    return exe.generate(chat.last.continuations[0].prompt, count, eos=tuple(chat.endings.eos))
 
 
 def ids(chat: Chat) -> list[int]:
