@@ -79,7 +79,7 @@ class Executor:
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if needs_native else None
         self._phases = {p.name: _BoundPhase(self, p) for p in plan.phases}
-        self._ports = {p.name: _Port(self, p) for p in plan.phases}
+        self._ports: dict[str, _Port] = {}  # of causal language models, made when first called
         self._batch = _native_batch() if needs_native else None
 
     @property
@@ -91,7 +91,7 @@ class Executor:
 
         Raises ExecutionError when an op fails.
         """
-        port = self._ports[phase]
+        port = self._ports.get(phase) or self._open_port(phase)
         port.ids[: step.tokens] = ids
         if self._batch is not None:
             step.give_to(self._batch)
@@ -100,6 +100,10 @@ class Executor:
             phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
         )
         return logits_as_f32(port.logits[: step.rows])
+
+    def _open_port(self, phase: str) -> _Port:
+        self._ports[phase] = port = _Port(self, self.plan.phase(phase))
+        return port
 
     def close(self) -> None:
         """Nothing is held but memory and idle threads."""

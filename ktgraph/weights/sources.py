@@ -101,6 +101,11 @@ class ModelSource:
                 "hold no values; load the model with weights, or give its folder"
             )
 
+    def release(self, prefix: str) -> None:
+        """Let go of the tensors whose names begin so, for a caller that frees them."""
+        for name in [n for n in self._tensors if n.startswith(prefix)]:
+            del self._tensors[name]
+
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 

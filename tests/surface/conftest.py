@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ktgraph.cli import main
+from ktgraph.drive import one_thread
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -37,3 +39,10 @@ def packed_folder(talking_model: Path, tmp_path_factory: pytest.TempPathFactory)
     command = ["quantize", str(talking_model), "-o", str(folder), "--target", "cpu"]
     assert main([*command, "--quantize", "int8", "--max-batch", "2"]) == 0
     return folder
+
+
+@pytest.fixture(autouse=True)
+def torch_on_one_thread() -> Iterator[None]:
+    """Eager models here are tiny: torch's threads would only wait for each other and for ours."""
+    with one_thread():
+        yield
