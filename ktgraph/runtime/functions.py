@@ -80,7 +80,8 @@ class _Ports:
         count = tensors[0].shape[0]
         for window, tensor in zip(self._given, tensors, strict=True):
             window[:count].copy_(tensor)
-        self.executor.run(self.name, CallSizes(count, 1, None, _no_batch))
+        if count:
+            self.executor.run(self.name, CallSizes(count, 1, None, _no_batch))
         return [window[:count].clone() for window in self._results]
 
 
