@@ -157,6 +157,7 @@ def _mutated(graph: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if _is_in_place(node):
+            found.add(node)
             for target in [*node.all_input_nodes[:1], node.kwargs.get("out")]:
                 found.update(_origin(target) if isinstance(target, fx.Node) else ())
     for node in graph.graph.nodes:  # views of them, in order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import ktgraph as kt
 from ktgraph.errors import MemoryBudgetError, UnsupportedInputError
 from ktgraph.patching import PatchError
 
+REPO = Path(__file__).resolve().parents[2]
 transformers: Any = hf  # its stubs know neither configs' fields nor `generate`
 
 SMALL: dict[str, Any] = {
@@ -241,3 +243,10 @@ def test_too_little_memory_is_told_first(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(MemoryBudgetError, match="of memory, and 1000 B are available"):
         kt.patch(model, threads=1)
     assert "forward" not in model.model.layers[0].mlp.__dict__
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(REPO / "examples" / "patch_transformers.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.count("4 MoE blocks on ") == 2
+    assert out.count("Once upon a time") == 3
