@@ -24,8 +24,8 @@ _ANSWER = 512  # tokens kept free for an answer of no given length, at most a qu
 class Chat:
     """A conversation with a compiled model (`Compiled.chat`).
 
-    messages: what was said, the oldest first.  last: ids, text and timing of the last answer.
-    dropped: exchanges that were left out of the last turn because the context is full.
+    messages: what was said, the oldest first.  last: ids, text and timing of the last answer, None
+        before one was begun.  dropped: exchanges left out of the last turn, for want of room.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Chat:
         Raises ContextLimitError when the message alone does not fit; the conversation stays as it
         was.
         """
-        before = self.messages
+        before, self.last = self.messages, None
         messages, prompt = self._fitting([*before, {"role": "user", "content": text}])
         self._keep_common(prompt)
         assert self._seq is not None

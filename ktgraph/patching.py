@@ -244,6 +244,7 @@ class _Loading:
 
     def run(self, free_originals: bool) -> FunctionRunner:
         from ktgraph.pass_manager import PassManager
+        from ktgraph.passes.flatten_tokens import FlattenTokens
         from ktgraph.runtime.functions import FunctionRunner
         from ktgraph.runtime.packed import LoadedWeights, packed_weights
         from ktgraph.weights.evaluate import WeightEvaluator
@@ -251,6 +252,7 @@ class _Loading:
 
         source = ModelSource(self.model)
         context = PassContext(None, source, self.options)
+        FlattenTokens().run(self.blocks.module, context)  # [b, s] as one axis, before all passes
         PassManager().run(self.blocks.module, "default", context)
         plan = FunctionRunner.check(self.blocks.module, self.options, self.threads)
         uses = plan.loaded()

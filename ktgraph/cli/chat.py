@@ -141,7 +141,8 @@ def _answer(chat: Chat, message: str) -> None:
 
 
 def _summary(chat: Chat) -> str:
-    assert chat.last is not None
+    if chat.last is None:
+        return "[stopped before it began]"
     answer, timing = chat.last.continuations[0], chat.last.timing
     ends = {
         "interrupted": "stopped; ",

@@ -8,38 +8,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ktgraph.ir.graph import Module
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.arena import PlanError
-from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import CacheShape
-from ktgraph.runtime.executor import CallSizes, Executor
+from ktgraph.runtime.executor import Executor
 from ktgraph.runtime.memory import check_memory, memory_need
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import Plan, argument_slots
 from ktgraph.runtime.runner import available_memory
+from ktgraph.runtime.steps import StepArrays
 
 _NO_CACHE = CacheShape(page_size=1, pages=1, context=1)
 
 
 class FunctionRunner:
-    """Runs a lowered module on the CPU; weights are bound when they are there."""
+    """Runs a lowered module on the CPU."""
 
     def __init__(self, plan: Plan, weights: LoadedWeights, threads: int) -> None:
         self.plan = plan
         self.executor = Executor(plan, weights.with_views(plan.views), [], _NO_CACHE, threads)
-        self._ports = {p.name: _Ports(self.executor, p.name) for p in plan.phases}
+        self._most = {p.name: p.arena.sizes.tokens for p in plan.phases}
+        self._step = StepArrays(max(self._most.values()), 1, 1, 1)
         self._lock = Lock()
 
     @staticmethod
     def check(module: Module, options: CompileOptions, threads: int) -> Plan:
-        """The plan of a lowered module; raises MemoryBudgetError before anything is loaded."""
+        """The plan of a lowered module.
+
+        Raises PlanError for one that takes a cache or runs elsewhere, and MemoryBudgetError before
+        anything is loaded.
+        """
         plan = Plan.build(module)
         if plan.uses_gpu:
             raise PlanError(f"@{module.name} is placed on {plan.home}: functions run on the cpu")
+        for phase in plan.phases:
+            _, states, batches = argument_slots(phase)
+            if states or batches:
+                raise PlanError(f"@{phase.name} takes a cache or a batch, not plain tensors alone")
         check_memory(memory_need(plan, _NO_CACHE, threads), available_memory(plan))
         return plan
 
@@ -48,45 +58,25 @@ class FunctionRunner:
 
         More rows than the plan was made for are run in several calls.
         """
-        ports = self._ports[name]
         rows = tensors[0].shape[0]
+        if rows == 0:
+            one = self(name, [t.new_zeros(1, *t.shape[1:]) for t in tensors])
+            return [t[:0] for t in one]
         with self._lock:
-            parts = [ports.run([t[at] for t in tensors]) for at in _chunks(rows, ports.most)]
+            parts = [self._run(name, [t[at] for t in tensors]) for at in self._chunks(name, rows)]
         if len(parts) == 1:
             return parts[0]
         return [torch.cat([p[n] for p in parts]) for n in range(len(parts[0]))]
 
+    def _chunks(self, name: str, rows: int) -> Iterator[slice]:
+        for start in range(0, rows, self._most[name]):
+            yield slice(start, min(start + self._most[name], rows))
 
-def _chunks(rows: int, most: int) -> Iterator[slice]:
-    for start in range(0, max(rows, 1), most):
-        yield slice(start, min(start + most, rows))
-
-
-class _Ports:
-    """Where a function's tensors go in and its results come out."""
-
-    def __init__(self, executor: Executor, name: str) -> None:
-        phase = executor.plan.phase(name)
-        self.executor = executor
-        self.name = name
-        self.most = phase.arena.sizes.tokens
-        tensors, states, batches = argument_slots(phase)
-        if states or batches:
-            raise PlanError(f"@{name} takes a cache or a batch: it is no function of plain tensors")
-        self._given = [executor.window(name, s, self.most, 1) for s in tensors]
-        self._results = [executor.window(name, s, self.most, 1) for s in phase.flat.returns]
-
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        count = tensors[0].shape[0]
-        for window, tensor in zip(self._given, tensors, strict=True):
-            window[:count].copy_(tensor)
-        if count:
-            self.executor.run(self.name, CallSizes(count, 1, None, _no_batch))
-        return [window[:count].clone() for window in self._results]
-
-
-def _no_batch() -> Batch:
-    raise PlanError("a function of plain tensors has no batch")
+    def _run(self, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self._step.begin()
+        self._step.add(0, tensors[0].shape[0], np.zeros(1, np.int32))
+        self._step.want(0)
+        return self.executor.call_tensors(name, tensors, self._step)
 
 
 __all__ = ["FunctionRunner"]

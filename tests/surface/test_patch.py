@@ -72,11 +72,12 @@ def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "whole-tiles"])
 def test_families_equal_eager(name: str) -> None:
     model = small(name)
-    want = [logits(model, *shape) for shape in ((2, 7), (1, 1), (1, 40))]
+    shapes = ((2, 7), (1, 1), (1, 40))
+    want = [logits(model, *shape) for shape in shapes]
     patched = kt.patch(model, max_tokens=16, threads=1)
     assert patched.left == {}
     assert len(patched.blocks) == 3 - getattr(model.config, "first_k_dense_replace", 0)
-    for shape, before in zip(((2, 7), (1, 1), (1, 40)), want, strict=True):
+    for shape, before in zip(shapes, want, strict=True):
         assert nmse(logits(model, *shape), before) <= 1e-10
     kt.unpatch(model)
     assert torch.equal(logits(model, 2, 7), want[0])
@@ -142,6 +143,20 @@ def test_originals_are_freed_when_asked() -> None:
     assert nmse(logits(model, 2, 5), want) <= 1e-10
     with pytest.raises(UnsupportedInputError, match="original weights are gone: load the model"):
         kt.unpatch(model)
+
+
+def test_no_tokens_at_all() -> None:
+    block = small("gpt-oss-tuple").model.layers[0].mlp
+    model = small("gpt-oss-tuple")
+    kt.patch(model, threads=1)
+    with torch.inference_mode():
+        got, want = model.model.layers[0].mlp(torch.zeros(1, 0, 40)), block(torch.zeros(1, 0, 40))
+    assert [t.shape for t in got] == [t.shape for t in want]
+
+
+def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTGRAPH_VALIDATE", "1")
+    assert len(kt.patch(small("qwen2-moe-shared-gate"), quantize="int8", threads=1).blocks) == 3
 
 
 def test_a_router_that_is_not_known_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
