@@ -6,18 +6,17 @@ their own dtype and to their own device; `model.generate` and everything else wo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.errors import UnsupportedInputError
 from ktgraph.pass_api import CompileOptions, PassContext, option_fault
+from ktgraph.patched_forward import patched_forward
 from ktgraph.target import Target, resolve_target
 from ktgraph.target.description import round_size
 
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 
 _MARK = "_ktgraph_patched"  # the attribute of a patched model that holds its `Patched`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class PatchError(KtgraphError, RuntimeError):
-    """A call of a patched model that compiled blocks cannot serve."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def patch(
     runner = loaded.run(free_originals)
     for path, form in blocks.forms.items():
         block = model.get_submodule(path)
-        block.__dict__["forward"] = _forward(runner, path, form.is_tuple)
+        block.__dict__["forward"] = patched_forward(runner, path, form.is_tuple)
         note = f"compiled by ktgraph, {round_size(loaded.packed[path])} packed"
         block.__dict__["extra_repr"] = lambda text=note: text
     made = tuple(
@@ -250,7 +245,15 @@ class _Loading:
         from ktgraph.weights.evaluate import WeightEvaluator
         from ktgraph.weights.sources import ModelSource
 
-        source = ModelSource(self.model)
+        class HostSource(ModelSource):
+            """Tensors are packed on the CPU, wherever the model lies."""
+
+            def get(
+                self, name: str, expert: int | None = None, rows: slice | None = None
+            ) -> Tensor:
+                return super().get(name, expert, rows).cpu()
+
+        source = HostSource(self.model)
         context = PassContext(None, source, self.options)
         FlattenTokens().run(self.blocks.module, context)  # [b, s] as one axis, before all passes
         PassManager().run(self.blocks.module, "default", context)
@@ -294,60 +297,4 @@ def _free(block: nn.Module) -> None:
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
-# ---- running
-
-
-def _forward(runner: FunctionRunner, path: str, is_tuple: bool) -> Callable[..., Any]:
-    """What takes the place of a block's `forward`."""
-
-    def run(hidden_states: Tensor) -> list[Tensor]:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        found = runner(path, [rows.to("cpu", torch.float32)])
-        first, *rest = [t.to(hidden_states.device, hidden_states.dtype) for t in found]
-        return [first.reshape(hidden_states.shape), *rest]
-
-    def forward(hidden_states: Tensor) -> Any:
-        if torch.is_grad_enabled() and hidden_states.requires_grad:
-            raise PatchError(
-                f"{path} is compiled by ktgraph and has no gradients: run the model under "
-                "torch.inference_mode() or torch.no_grad(), or ktgraph.unpatch(model) to train it"
-            )
-        return tuple(run(hidden_states)) if is_tuple else run(hidden_states)[0]
-
-    if is_tuple:
-        return _outside_dynamo(forward)
-    number = next(_numbers)
-    _running[number] = forward
-
-    def traceable(hidden_states: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _moe_block(hidden_states, number)
-        return forward(hidden_states)
-
-    return traceable
-
-
-_numbers = itertools.count()
-_running: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
-
-
-def _run_block(hidden_states: Tensor, number: int) -> Tensor:
-    return _running[number](hidden_states)
-
-
-def _block_shape(hidden_states: Tensor, number: int) -> Tensor:
-    return hidden_states.new_empty(hidden_states.shape)
-
-
-# A patched block as one operator in graphs of torch.compile.
-_library: Any = torch.library
-_moe_block: Any = _library.custom_op("ktgraph::moe_block", _run_block, mutates_args=())
-_moe_block.register_fake(_block_shape)
-
-
-def _outside_dynamo(forward: Callable[..., Any]) -> Callable[..., Any]:
-    disable: Any = torch.compiler.disable  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return disable(forward)
-
-
-__all__ = ["PatchError", "Patched", "PatchedBlock", "patch", "unpatch"]
+__all__ = ["Patched", "PatchedBlock", "patch", "unpatch"]

@@ -114,9 +114,12 @@ def _turn(chat: Chat, message: str) -> bool:
         chat.reset()
         say("(begun anew)")
         return True
+    if message == "/help":
+        say(_COMMANDS)
+        return True
     if message.startswith("/"):
         say(f"{message.split()[0]} is no command: {_COMMANDS}")
-        return message == "/help"
+        return False
     try:
         _answer(chat, message)
     except KtgraphError as error:

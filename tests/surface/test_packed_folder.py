@@ -88,6 +88,13 @@ def test_weights_are_packed_one_after_another(
     assert kt.load(tmp_path / PLAN).generate([4, 5], 3, eos=())
 
 
+def test_a_plan_for_a_gpu_is_packed_without_one(talking_model: Path, tmp_path: Path) -> None:
+    lowered = kt.trace(talking_model).lower(kt.hybrid(gpu="simulated"), quantize="int8")
+    write_folder(lowered, tmp_path / "m")
+    found = kt.load(tmp_path / "m").generate([4, 5, 6], 4, eos=())
+    assert found == lowered.compile().generate([4, 5, 6], 4, eos=())
+
+
 def test_run_starts_from_it(packed_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(packed_folder), PROMPT, "--max-new-tokens", "4"]) == 0
     out, err = capsys.readouterr()

@@ -13,7 +13,7 @@ import transformers as hf
 
 import ktgraph as kt
 from ktgraph.errors import MemoryBudgetError, UnsupportedInputError
-from ktgraph.patching import PatchError
+from ktgraph.patched_forward import PatchError
 
 REPO = Path(__file__).resolve().parents[2]
 transformers: Any = hf  # its stubs know neither configs' fields nor `generate`
