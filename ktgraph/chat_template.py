@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.model_input import ModelCard
@@ -36,12 +37,13 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        names: dict[str, Any] = dict(special_tokens)
         try:
             (text,), _ = render_jinja_template(
                 conversations=[[dict(m) for m in messages]],
                 chat_template=self.text,
                 add_generation_prompt=True,
-                **special_tokens,
+                **names,
             )
         except (TemplateError, TypeError) as error:
             raise UnsupportedInputError(
