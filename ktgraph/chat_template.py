@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ class ChatTemplate:
         Raises UnsupportedInputError when the template refuses it or is no Jinja.
         """
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
 
+        utils: Any = import_module("transformers.utils.chat_template_utils")
         names: dict[str, Any] = dict(special_tokens)
         try:
-            (text,), _ = render_jinja_template(
+            (text,), _ = utils.render_jinja_template(
                 conversations=[[dict(m) for m in messages]],
                 chat_template=self.text,
                 add_generation_prompt=True,
