@@ -19,7 +19,9 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.graph import CPU
 from ktgraph.placement.lanes import (
     CROSSING,
+    DiskTier,
     FlatSchedule,
+    crossing,
     live_peaks,
     op_device,
     op_lane,
@@ -27,7 +29,7 @@ from ktgraph.placement.lanes import (
     predict,
 )
 from ktgraph.placement.report import aligned
-from ktgraph.placement.schedule import critical_path
+from ktgraph.placement.schedule import critical_path, waiting_chain
 from ktgraph.runtime.arena import max_q, phase_sizes
 from ktgraph.runtime.flat import FlatWeight, flatten
 from ktgraph.target import Target
@@ -63,19 +65,40 @@ class DeviceTotal:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Seconds of a call that one thing takes: memory, compute or launch of a device, link, disk."""
+
+    kind: str
+    where: str  # a device; of a link "cpu -> cuda:0"; of the disk ""
+    seconds: float
+
+    def __str__(self) -> str:
+        kinds = {"memory": "memory bandwidth of", "launch": "launches on", "compute": "compute of"}
+        return f"{kinds.get(self.kind, self.kind)} {self.where}".strip()
+
+
 class CallCost:
     """What one call costs; times are predictions from the target's figures."""
 
-    def __init__(self, module: Module, func: Function, target: Target, call: Call) -> None:
+    def __init__(
+        self,
+        module: Module,
+        func: Function,
+        target: Target,
+        call: Call,
+        tier: DiskTier | None = None,
+    ) -> None:
         self.module = module
         self.func = func
         self.target = target
         self.call = call
+        self.tier = tier
 
     @cached_property
     def predicted(self) -> FlatSchedule:
         """Every op of every layer on its lane."""
-        return predict(self.module, self.func, self.target, self.call)
+        return predict(self.module, self.func, self.target, self.call, self.tier)
 
     @cached_property
     def rows(self) -> list[OpRow]:
@@ -124,6 +147,23 @@ class CallCost:
         """Ops without a cost rule: their FLOPs are missing from every sum."""
         return sorted({r.op.name for r in self.rows if not r.cost.known})
 
+    @cached_property
+    def limits(self) -> list[Limit]:
+        """What the call's seconds go to, the largest share first; the shares add up to `seconds`.
+
+        Followed back from the last op: each time the op that was waited for, or that held the lane.
+        """
+        found: dict[tuple[str, str], float] = {}
+        steps, times = self.predicted.steps, self.predicted.times
+        for number in waiting_chain(self.predicted.schedule):
+            op = steps[number].op
+            for kind, seconds in times.parts(op).items():
+                where = crossing(self.module, op) if kind == "link" else op_device(self.module, op)
+                key = (kind, "" if kind == "disk" else where)
+                found[key] = found.get(key, 0.0) + seconds
+        rows = [Limit(kind, where, seconds) for (kind, where), seconds in found.items()]
+        return sorted(rows, key=lambda r: -r.seconds)
+
     @property
     def critical(self) -> list[str]:
         """Names of the values on the longest chain of ops that wait for each other."""
@@ -169,15 +209,16 @@ class CallCost:
     __str__ = table
 
     def _cells(self, row: OpRow) -> tuple[str, ...]:
-        crossing = row.op.name in CROSSING
+        crosses = row.op.name in CROSSING
         moved = self._moved(row)
-        bound = "link" if crossing else row.cost.bound(self.target, row.device, fallback=True)
+        parts = self.predicted.times.parts(row.op)
+        bound = max(reversed(parts), key=lambda kind: parts[kind]) if parts else "-"
         share = row.seconds * row.count / self.serial_seconds if self.serial_seconds else 0.0
         known = "" if row.cost.known else "?"
         return (
             ", ".join(f"%{r.name}" for r in row.op.results), row.op.name, str(row.count), row.lane,
             known or f"{row.cost.flops / 1e6:.4g}", f"{moved / 1e6:.4g}",
-            known or ("-" if crossing else f"{row.cost.intensity:.3g}"), bound,
+            known or ("-" if crosses else f"{row.cost.intensity:.3g}"), bound,
             f"{row.seconds * 1e6:.4g}", f"{share:.1%}",
         )  # fmt: skip
 
@@ -185,9 +226,10 @@ class CallCost:
 class CostAnalysis:
     """Costs of a module on a target, at any call."""
 
-    def __init__(self, module: Module, target: Target) -> None:
+    def __init__(self, module: Module, target: Target, tier: DiskTier | None = None) -> None:
         self.module = module
         self.target = target
+        self.tier = tier
 
     def at(
         self, T: int = 1, S: int | None = None, B: int = 1, phase: str | None = None
@@ -202,7 +244,7 @@ class CostAnalysis:
             raise AnalysisError(f"T={T}, S={rows}, B={B}: expected B >= 1, T >= B and S >= T")
         new, past = _shared(T, B), _shared(rows - T, B)
         func = self._function(phase, max(new))
-        return CallCost(self.module, func, self.target, Call(new, past))
+        return CallCost(self.module, func, self.target, Call(new, past), self.tier)
 
     def _function(self, phase: str | None, most: int) -> Function:
         functions = list(self.module.functions.values())
@@ -227,9 +269,12 @@ def _call_text(call: Call) -> str:
     return f"{call.tokens} new tokens of {len(call.new)} sequence(s), {call.rows} rows in the cache"
 
 
-def cost_analysis(module: Module, target: Target) -> CostAnalysis:
-    """Costs of a flat module; placed or not (then everything is priced on its home device)."""
-    return CostAnalysis(module, target)
+def cost_analysis(module: Module, target: Target, tier: DiskTier | None = None) -> CostAnalysis:
+    """Costs of a flat module; placed or not (then everything is priced on its home device).
+
+    tier: the share of routed experts that is read from disk; without it RAM holds all.
+    """
+    return CostAnalysis(module, target, tier)
 
 
 def cost_text(module: Module, target: Target, calls: Mapping[str, Call], home: str) -> str:
@@ -362,6 +407,7 @@ __all__ = [
     "AnalysisError",
     "CallCost",
     "CostAnalysis",
+    "Limit",
     "MemoryAnalysis",
     "MemoryTerm",
     "cost_analysis",

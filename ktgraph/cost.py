@@ -93,11 +93,19 @@ class OpCost:
         A dtype for which the device has no peak raises TargetError; with `fallback` it is priced
         as f32, which every description has.
         """
+        return sum(self.parts(target, device, fallback=fallback).values())
+
+    def parts(
+        self, target: Target, device: str | None = None, *, fallback: bool = False
+    ) -> dict[str, float]:
+        """`seconds` by what they go to: memory or compute, the longer of both, and launch."""
         at = target.device(device or self.device)
         dtype = self._dtype_on(at, fallback)
         memory, compute = self._reach(at)
         moved = (self.read + self.written) / (at.bandwidth_at() * memory)
-        return max(self.flops / (at.peak_for(dtype) * compute), moved) + self._launch(at)
+        worked = self.flops / (at.peak_for(dtype) * compute)
+        longer = ("compute", worked) if worked >= moved else ("memory", moved)
+        return dict([longer, ("launch", self._launch(at))])
 
     def _dtype_on(self, at: Device, fallback: bool) -> str:
         """The key of the device's peak."""
@@ -115,14 +123,8 @@ class OpCost:
 
     def bound(self, target: Target, device: str | None = None, *, fallback: bool = False) -> str:
         """What limits it there: compute, memory or launch."""
-        at = target.device(device or self.device)
-        dtype = self._dtype_on(at, fallback)
-        memory_reach, compute_reach = self._reach(at)
-        compute = self.flops / (at.peak_for(dtype) * compute_reach)
-        moved = (self.read + self.written) / (at.bandwidth_at() * memory_reach)
-        if self._launch(at) >= max(compute, moved):
-            return "launch"
-        return "compute" if compute >= moved else "memory"
+        parts = self.parts(target, device, fallback=fallback)
+        return max(reversed(parts), key=lambda kind: parts[kind])
 
 
 def op_cost(

@@ -21,6 +21,7 @@ CPU = "cpu"
 # ends there, the host waits, and starts the next one (two launches and a wait: docs/placement.md).
 HOST_TURN = 100e-6
 GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels, graphs and libraries take
+EXPERTS = frozenset({"moe.grouped_mlp", "moe.experts"})  # ops over routed experts
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
 STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
@@ -66,7 +67,7 @@ class Site:
 
     @property
     def is_experts(self) -> bool:
-        return self.op.name in ("moe.grouped_mlp", "moe.experts")
+        return self.op.name in EXPERTS
 
     @property
     def is_heavy(self) -> bool:
@@ -303,7 +304,9 @@ def _name(op: Op) -> str:
 
 __all__ = [
     "CPU",
+    "EXPERTS",
     "GPU_WORKSPACE",
+    "HOST_TURN",
     "STREAM",
     "STREAM_BUFFERS",
     "Assign",

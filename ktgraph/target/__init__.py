@@ -10,7 +10,9 @@ from ktgraph.target.choose import (
     with_gpu_memory,
 )
 from ktgraph.target.description import (
+    ASSUMED_DISK,
     Device,
+    Disk,
     Link,
     Provenance,
     Target,
@@ -23,8 +25,10 @@ from ktgraph.target.host import cache_file, host_target
 from ktgraph.target.probe import CpuInfo, MemoryInfo, probe_cpu, probe_memory
 
 __all__ = [
+    "ASSUMED_DISK",
     "CpuInfo",
     "Device",
+    "Disk",
     "Link",
     "MemoryInfo",
     "Provenance",

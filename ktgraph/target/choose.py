@@ -64,6 +64,7 @@ def hybrid(
         provenance=host.provenance
         if gpu == "auto"
         else replace(host.provenance, note=f"{device.name} and its links: target {other.name}"),
+        disk=host.disk,
     )
 
 

@@ -120,6 +120,17 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """Where weights lie that RAM cannot hold: read at every use.  Planned with, never run from."""
+
+    bandwidth: float  # bytes/s of large reads, past the system's cache
+    latency: float = 1e-4  # seconds until the first byte
+
+
+ASSUMED_DISK = Disk(3e9)  # a common NVMe drive, for a target that says nothing of its own
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where the figures come from. It is no part of a target's hash."""
 
@@ -138,6 +149,7 @@ class Target:
     home: str
     links: tuple[Link, ...] = ()
     provenance: Provenance = Provenance("described")
+    disk: Disk | None = None  # no part of the hash: only the planner reads it
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.devices]
@@ -192,8 +204,8 @@ class Target:
 
     @property
     def hash(self) -> str:
-        """12 hex digits over everything that decisions rest on (all but name and provenance)."""
-        plain = replace(self, name="", provenance=Provenance("described"))
+        """12 hex digits over everything that decisions rest on: not name, provenance and disk."""
+        plain = replace(self, name="", provenance=Provenance("described"), disk=None)
         return hashlib.sha256(plain.to_toml().encode()).hexdigest()[:12]
 
     def with_device(self, changed: Device) -> Target:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from ktgraph.target.description import (
     Device,
     DeviceKind,
+    Disk,
     Link,
     Origin,
     Provenance,
@@ -47,6 +48,9 @@ def write(target: Target) -> str:
         )
         for k in target.links
     ]
+    if target.disk is not None:
+        figures = {"bandwidth": target.disk.bandwidth, "latency": target.disk.latency}
+        parts.append(_table("[disk]", figures))
     return "\n".join(parts)
 
 
@@ -110,7 +114,7 @@ class _Reader:
 
     def target(self, data: Table) -> Target:
         top = _Fields(self, "", 0, data)
-        top.only("format", "name", "home", "provenance", "device", "link")
+        top.only("format", "name", "home", "provenance", "device", "link", "disk")
         if top.integer("format") != FORMAT:
             raise top.wrong("format", f"{FORMAT}, the format this version of ktgraph reads")
         about = self.fields("provenance", top.tables("provenance", single=True))
@@ -118,6 +122,7 @@ class _Reader:
         if not devices:
             raise top.wrong("device", "at least one [[device]] table")
         links = self.fields("link", top.tables("link"))
+        disks = self.fields("disk", top.tables("disk", single=True))
         names = tuple(f.text("name") for f in devices)
         for index, f in enumerate(devices):
             if names[index] in names[:index]:
@@ -128,6 +133,7 @@ class _Reader:
             devices=tuple(map(self.device, devices)),
             links=tuple(self.link(f, names) for f in links),
             provenance=self.provenance(about[0]) if about else Provenance("described"),
+            disk=self.disk(disks[0]) if disks else None,
         )
 
     def fields(self, header: str, tables: list[Table]) -> list[_Fields]:
@@ -169,6 +175,10 @@ class _Reader:
             bandwidth=f.number("bandwidth"),
             latency=f.number("latency", zero=True),
         )
+
+    def disk(self, f: _Fields) -> Disk:
+        f.only("bandwidth", "latency")
+        return Disk(f.number("bandwidth"), f.number("latency", zero=True))
 
     def line_of(self, header: str, index: int, key: str) -> int:
         """1-based line of `key` in the index-th table under `header`, else that table's line."""
