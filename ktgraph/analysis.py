@@ -12,16 +12,17 @@ from functools import cached_property
 
 from ktgraph.cost import Call, OpCost, type_nbytes
 from ktgraph.errors import KtgraphError
-from ktgraph.ir.graph import Function, Module, Op, WeightRef
+from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import op_def
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.graph import CPU
+from ktgraph.placement.graph import CPU, GPU_WORKSPACE, STREAM_BUFFERS
 from ktgraph.placement.lanes import (
     CROSSING,
     DiskTier,
     FlatSchedule,
     crossing,
+    is_stream,
     live_peaks,
     op_device,
     op_lane,
@@ -32,6 +33,7 @@ from ktgraph.placement.report import aligned
 from ktgraph.placement.schedule import critical_path, waiting_chain
 from ktgraph.runtime.arena import max_q, phase_sizes
 from ktgraph.runtime.flat import FlatWeight, flatten
+from ktgraph.runtime.weight_views import VIEWS
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 
@@ -355,9 +357,23 @@ def _weight_terms(module: Module) -> list[MemoryTerm]:
     found: list[MemoryTerm] = []
     for name, held in members.items():
         kind = module.weights[name].type
+        if _is_view(module, name, members):
+            continue
         nbytes = type_nbytes(kind, module.dims) * len(held)
         found.append(MemoryTerm(kind.device or home, "weights", f"@{name} x {len(held)}", nbytes))
     return found
+
+
+def _is_view(module: Module, name: str, read: Mapping[str, object]) -> bool:
+    """Whether a GPU's weight is a view of another that it reads: halves of MLA's kv_b."""
+    weight = module.weights[name]
+    made, device = weight.recipe, weight.type.device or module.home or CPU
+    if device == CPU or made is None or made.kind not in VIEWS:
+        return False
+    (base,) = made.args
+    whole = module.weights[base.name].type
+    on_same = (whole.device or module.home) == device
+    return base.name in read and on_same and whole.encoding == weight.type.encoding
 
 
 def _cache_terms(module: Module, rows: int) -> list[MemoryTerm]:
@@ -382,7 +398,7 @@ def _value_terms(module: Module, options: CompileOptions) -> list[MemoryTerm]:
             key = (term.device, term.kind)
             if key not in most or most[key].nbytes < term.nbytes:
                 most[key] = term
-    return list(most.values())
+    return [*most.values(), *_gpu_terms(module)]
 
 
 def _function_terms(module: Module, func: Function, options: CompileOptions) -> list[MemoryTerm]:
@@ -390,16 +406,30 @@ def _function_terms(module: Module, func: Function, options: CompileOptions) -> 
     peaks = live_peaks(module, flatten(module, func), sizes)
     found = [MemoryTerm(d, "activations", f"values of @{func.name}", n) for d, n in peaks.items()]
     for op in func.walk():
-        if op.name in CROSSING:
-            streamed = any(isinstance(o, WeightRef) for o in op.operands)
+        if op.name in CROSSING and not is_stream(op):
             nbytes = sum(type_nbytes(r.type, sizes) for r in op.results)
-            kind, device = ("workspace", op_device(module, op)) if streamed else ("pinned", CPU)
-            found.append(MemoryTerm(device, kind, f"%{op.results[0].name} of @{func.name}", nbytes))
-        elif op.body is None:
+            name = f"%{op.results[0].name} of @{func.name}"
+            found.append(MemoryTerm(CPU, "pinned", name, nbytes))
+        elif op.body is None and op_device(module, op) == CPU:
             nbytes = op_workspace(module, op, sizes)
             name = f"inside %{op.results[0].name} of @{func.name} (estimate)"
-            found.append(MemoryTerm(op_device(module, op), "workspace", name, nbytes))
+            found.append(MemoryTerm(CPU, "workspace", name, nbytes))
     return found
+
+
+def _gpu_terms(module: Module) -> list[MemoryTerm]:
+    """What a GPU at home keeps besides: scratch, and the buffers of streamed weights."""
+    home = module.home or CPU
+    if home == CPU:
+        return []
+    copies = [op for op in module.walk() if is_stream(op)]
+    layer = max((sum(type_nbytes(r.type, module.dims) for r in op.results) for op in copies),
+                default=0.0)  # fmt: skip
+    buffers = f"{STREAM_BUFFERS} buffers of a streamed layer"
+    return [
+        MemoryTerm(home, "workspace", "scratch of kernels, graphs and libraries", GPU_WORKSPACE),
+        MemoryTerm(home, "workspace", buffers, STREAM_BUFFERS * layer),
+    ]
 
 
 __all__ = [
