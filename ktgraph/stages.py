@@ -32,7 +32,7 @@ from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
 from ktgraph.runtime.runner import Runner, available_memory
 from ktgraph.sampling import Sampling
-from ktgraph.target import Target, resolve_target
+from ktgraph.target import Target, check_threads, most_threads, resolve_target, with_threads
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
 from ktgraph.weights.policy import Policy
@@ -124,7 +124,8 @@ class Traced:
         check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
-        context = PassContext(resolve_target(target), weight_source(self.given), chosen)
+        machine = with_threads(resolve_target(target), chosen.threads)
+        context = PassContext(machine, weight_source(self.given), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
         return Lowered(module, report, context, self.given.card, pipeline)
@@ -221,11 +222,13 @@ class Lowered:
     def compile(self) -> Compiled:
         """Load and pack the weights, and make the graph ready to run.
 
-        Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs,
+        and errors of the checkpoint.
         Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
         assert source is not None
+        check_threads(self.threads)
         if self.context.fallbacks:
             warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
@@ -464,7 +467,7 @@ class Compiled:
                 "again and save it"
             ) from error
         made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
-        threads = file.options.threads or target.cpu_threads
+        threads = _threads_here(path, file.options.threads or target.cpu_threads)
         return Compiled(file.runner(source, threads), card, made)
 
     def _prompts(self, given: Any) -> _Prompts:
@@ -484,6 +487,14 @@ class Compiled:
 
     def _encode(self, text: str) -> list[int]:
         return self.card.need_tokenizer("a text prompt").encode(text)
+
+
+def _threads_here(path: str | Path, threads: int) -> int:
+    """Of a plan made where there were more CPUs: as many as there are here, which is said."""
+    most = most_threads()
+    if threads > most:
+        warnings.warn(f"{path}: made for {threads} threads, runs on the {most} there are", stacklevel=4)
+    return min(threads, most)
 
 
 def _wrong_prompt(given: object) -> UnsupportedInputError:

@@ -14,7 +14,7 @@ from ktgraph.target.description import (
     parse_size,
     round_size,
 )
-from ktgraph.target.host import gpu_names, host_target
+from ktgraph.target.host import gpu_names, host_target, is_this_machine
 from ktgraph.target.probe import probe_cpu
 
 SHIPPED = Path(__file__).resolve().parent.parent / "targets"
@@ -130,12 +130,38 @@ def with_gpu_memory(target: Target, memory: str | int | None) -> Target:
     return target.with_device(_with_memory(gpu, memory, real=gpu.kind == "cuda"))
 
 
+def with_threads(target: Target, threads: int | None) -> Target:
+    """The target with so many worker threads, which are what its CPU is priced with.
+
+    Raises TargetError for more than this machine has, where the target is this machine.
+    """
+    cpus = [d for d in target.devices if d.kind == "cpu"]
+    if threads is None or not cpus:
+        return target
+    if is_this_machine(target):
+        check_threads(threads)
+    return target.with_device(replace(cpus[0], threads=threads))
+
+
+def check_threads(threads: int) -> None:
+    """Raises TargetError when the CPUs of this process are fewer: threads would wait in turn."""
+    most = most_threads()
+    if not 1 <= threads <= most:
+        raise TargetError(
+            f"threads={threads}: this process may run on 1 to {most} CPUs; without `threads` it "
+            "takes as many as were measured to be best"
+        )
+
+
+def most_threads() -> int:
+    """CPUs that this process may run on."""
+    return len(probe_cpu().affinity)
+
+
 def _with_threads(device: Device, threads: int | None) -> Device:
     if threads is None:
         return device
-    most = len(probe_cpu().affinity)
-    if not 1 <= threads <= most:
-        raise TargetError(f"threads={threads}: this process may run on 1 to {most} CPUs")
+    check_threads(threads)
     return replace(device, threads=threads)
 
 

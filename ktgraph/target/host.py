@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import os
@@ -34,6 +35,30 @@ def host_target(*, remeasure: bool = False) -> Target:
         target = _measured(info)
         _store(target, path)
     return target.with_device(replace(target.cpu, memory=measure.cpu_budget(info.memory)))
+
+
+def provenance_text(target: Target) -> str:
+    """Where a target's figures come from, how old they are, and how to renew measured ones."""
+    about = target.provenance
+    age = _days_since(about.date)
+    old = f" ({age} days ago)" if age is not None and age > 1 else ""
+    text = f"{about.origin} {about.date}{old}".strip()
+    if is_this_machine(target):
+        return f"{text} on this machine; renew them with: ktgraph doctor --remeasure"
+    return f"{text}: {about.note}" if about.note else text
+
+
+def is_this_machine(target: Target) -> bool:
+    """Whether the target's CPU was measured here."""
+    about = target.provenance
+    return about.origin == "measured" and bool(about.host) and about.host == platform.node()
+
+
+def _days_since(date: str) -> int | None:
+    try:
+        return (datetime.date.today() - datetime.date.fromisoformat(date)).days
+    except ValueError:
+        return None
 
 
 def cache_file(info: CpuInfo | None = None) -> Path:
