@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ktgraph.ir import Module
     from ktgraph.ops import kernel, no, op
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
+    from ktgraph.planner import plan
     from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
@@ -35,6 +36,7 @@ __all__ = [
     "load_target",
     "no",
     "op",
+    "plan",
     "register_pass",
     "trace",
 ]
@@ -44,6 +46,7 @@ _HOMES = {
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
     "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.tokenizer import Tokenizer
 
-Model = nn.Module | str | Path
+Model = nn.Module | PreTrainedConfig | str | Path
 
 SUPPORTED = (
     "give a checkpoint folder (config.json and *.safetensors) or a causal language model loaded "
@@ -68,14 +69,14 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that can be traced: a loaded one, or a checkpoint folder."""
+    """A model that can be traced: a loaded one, a checkpoint folder, or a config without weights."""
 
-    model: PreTrainedModel | Path
+    model: PreTrainedModel | PreTrainedConfig | Path
     card: ModelCard
 
 
 def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
-    """Recognise what was given.
+    """Recognise what was given; a config, or the path of its file, can be traced but not run.
 
     `tokenizer` is a folder with a tokenizer.json; without it the model's own folder is searched.
     Raises UnsupportedInputError saying what is supported.
@@ -89,8 +90,16 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
             f"{type(model).__name__}: a torch module that is no transformers model is not "
             f"supported yet; {SUPPORTED}"
         )
+    if isinstance(model, PreTrainedConfig):
+        name = Path(model.name_or_path).name or str(model.model_type)
+        return ModelInput(model, _card_of_config(name, model))
     if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
+    if Path(model).suffix == ".json" and not Path(model).is_dir():
+        path = Path(model)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        config = _read_config(path)
+        return ModelInput(config, _card_of_config(name, config))
     folder = _checkpoint_folder(Path(model))
     return ModelInput(folder, _card_of_folder(folder, tokenizer))
 
@@ -108,6 +117,26 @@ def _checkpoint_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
     return path
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    """The config of a file; raises UnsupportedInputError when it is none that transformers reads."""
+    if not path.is_file():
+        raise UnsupportedInputError(f"{path}: no such file; {SUPPORTED}")
+    _read_json(path)
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:300] if lines else type(error).__name__
+        raise UnsupportedInputError(
+            f"{path}: transformers {transformers.__version__} cannot read it as a config: {reason}. "
+            "Check `model_type`; a newer transformers may know it"
+        ) from error
+
+
+def _card_of_config(name: str, config: PreTrainedConfig) -> ModelCard:
+    return ModelCard(name, getattr(config, "max_position_embeddings", None), (), None, None)
 
 
 def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:

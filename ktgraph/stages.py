@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.cpu_kernels import NativeMissingError, load_native
@@ -131,10 +131,12 @@ class Traced:
         return Lowered(module, report, context, self.given.card, pipeline)
 
 
-def weight_source(given: ModelInput) -> WeightSource:
-    """Where the model's weights are read from."""
+def weight_source(given: ModelInput) -> WeightSource | None:
+    """Where the model's weights are read from; a config has none."""
     if isinstance(given.model, PreTrainedModel):
         return ModelSource(given.model)
+    if isinstance(given.model, PreTrainedConfig):
+        return None
     return SafetensorsSource(given.model)
 
 
@@ -227,7 +229,11 @@ class Lowered:
         Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
-        assert source is not None
+        if source is None:
+            raise UnsupportedInputError(
+                f"{self.card.name} was traced from a config, which has no weights: it can be "
+                "planned, dumped and read, but not run; give a checkpoint folder or a loaded model"
+            )
         check_threads(self.threads)
         if self.context.fallbacks:
             warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)

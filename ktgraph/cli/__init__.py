@@ -18,6 +18,7 @@ from ktgraph.errors import user_message
 
 COMMANDS = (
     "run",
+    "plan",
     "dump",
     "opt",
     "explain",

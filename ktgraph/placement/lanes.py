@@ -101,8 +101,7 @@ class OpTimes:
             parts = self.cost(op).parts(self.target, device, fallback=True)
             if self._has_host_turn(op, device):
                 parts["launch"] += HOST_TURN
-        read = self._from_disk(op, device)
-        if self.tier is not None and read > 0:
+        if self.tier is not None and (read := self.host_experts(op)) > 0:
             parts["disk"] = self.tier.seconds(read)
         return parts
 
@@ -115,11 +114,12 @@ class OpTimes:
         """Whether the host stops the GPU's graph for it: no mailbox starts it."""
         return device == CPU != (self.module.home or CPU) and op.name not in EXPERTS
 
-    def _from_disk(self, op: Op, device: str) -> float:
-        """Bytes of routed experts on the host that the op touches."""
+    def host_experts(self, op: Op) -> float:
+        """Bytes of routed experts in host memory that the op touches."""
         if is_stream(op):
             return sum(type_nbytes(r.type, self.sizes) for r in op.results)
-        return self.cost(op).weights if op.name in EXPERTS and device == CPU else 0.0
+        on_host = op.name in EXPERTS and op_device(self.module, op) == CPU
+        return self.cost(op).weights if on_host else 0.0
 
 @dataclass(frozen=True)
 class FlatSchedule:
