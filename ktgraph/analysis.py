@@ -76,8 +76,8 @@ class Limit:
     seconds: float
 
     def __str__(self) -> str:
-        kinds = {"memory": "memory bandwidth of", "launch": "launches on", "compute": "compute of"}
-        return f"{kinds.get(self.kind, self.kind)} {self.where}".strip()
+        kinds = {"memory": "memory bandwidth", "launch": "launches"}
+        return f"{self.where} {kinds.get(self.kind, self.kind)}".strip()
 
 
 class CallCost:

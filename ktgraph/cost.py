@@ -79,6 +79,7 @@ class OpCost:
     weights: float  # bytes of the weights it reads, part of `read`
     known: bool  # False: the op has no cost rule
     cpu_dtype: str = ""  # what a CPU computes in, where that is another: int8 for integer weights
+    format: str = ""  # of its largest weight: the key of a CPU's `reads`
 
     @property
     def intensity(self) -> float:
@@ -102,10 +103,18 @@ class OpCost:
         at = target.device(device or self.device)
         dtype = self._dtype_on(at, fallback)
         memory, compute = self._reach(at)
-        moved = (self.read + self.written) / (at.bandwidth_at() * memory)
+        moved = self._moved(at) / memory
         worked = self.flops / (at.peak_for(dtype) * compute)
         longer = ("compute", worked) if worked >= moved else ("memory", moved)
         return dict([longer, ("launch", self._launch(at))])
+
+    def _moved(self, at: Device) -> float:
+        """Seconds to read and write; weights as fast as kernels unpack them, if that is known."""
+        everything = self.read + self.written
+        if self.format not in at.reads:
+            return everything / at.bandwidth_at()
+        weights = self.weights / at.reads[self.format]
+        return weights + (everything - self.weights) / at.bandwidth_at()
 
     def _dtype_on(self, at: Device, fallback: bool) -> str:
         """The key of the device's peak."""
@@ -157,7 +166,7 @@ def op_cost(
     dtype = _compute_dtype(op)
     return OpCost(
         op, where, repeats, device, dtype, flops, read, written, min(weights, read), known,
-        _cpu_dtype(module, op, encodings or {}),
+        _cpu_dtype(module, op, encodings or {}), _format(module, op, encodings or {}),
     )  # fmt: skip
 
 
@@ -256,6 +265,19 @@ def _cpu_dtype(module: Module, op: Op, encodings: Encodings) -> str:
     return ""
 
 
+def _format(module: Module, op: Op, encodings: Encodings) -> str:
+    """The format that a CPU's tiles of the op's matrices have; the largest counts."""
+    found: list[tuple[int, str]] = []
+    for ref in op.weights if op.name in _PACKED else ():
+        type = module.weight_of(ref).type
+        planned = encodings.get(ref.name) or type.encoding
+        tile = Tile.of(planned)
+        name = tile.format if tile is not None else planned.name if planned else type.dtype
+        found.append((type.rank, name))
+    return max(found)[1] if found else ""
+
+
+_PACKED = ("nn.linear", "nn.swiglu", "nn.batched_linear", "moe.grouped_mlp", "moe.experts")
 _INTEGERS = ("int8", "int4", "int4p", "int4z", "mxfp4")
 
 

@@ -69,7 +69,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that can be traced: a loaded one, a checkpoint folder, or a config without weights."""
+    """A model that can be traced: a loaded one, a checkpoint folder, or a config alone."""
 
     model: PreTrainedModel | PreTrainedConfig | Path
     card: ModelCard
@@ -91,7 +91,7 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
             f"supported yet; {SUPPORTED}"
         )
     if isinstance(model, PreTrainedConfig):
-        name = Path(model.name_or_path).name or str(model.model_type)
+        name = Path(model.name_or_path or "").name or str(model.model_type)
         return ModelInput(model, _card_of_config(name, model))
     if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
@@ -120,18 +120,19 @@ def _checkpoint_folder(path: Path) -> Path:
 
 
 def _read_config(path: Path) -> PreTrainedConfig:
-    """The config of a file; raises UnsupportedInputError when it is none that transformers reads."""
+    """The config of a file; raises UnsupportedInputError when transformers reads none there."""
     if not path.is_file():
         raise UnsupportedInputError(f"{path}: no such file; {SUPPORTED}")
     _read_json(path)
     try:
-        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        auto = cast("Any", transformers.AutoConfig)
+        return cast("PreTrainedConfig", auto.from_pretrained(str(path), local_files_only=True))
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = lines[0][:300] if lines else type(error).__name__
         raise UnsupportedInputError(
-            f"{path}: transformers {transformers.__version__} cannot read it as a config: {reason}. "
-            "Check `model_type`; a newer transformers may know it"
+            f"{path}: transformers {transformers.__version__} cannot read it as a config: "
+            f"{reason}. Check `model_type`; a newer transformers may know it"
         ) from error
 
 

@@ -499,7 +499,9 @@ def _threads_here(path: str | Path, threads: int) -> int:
     """Of a plan made where there were more CPUs: as many as there are here, which is said."""
     most = most_threads()
     if threads > most:
-        warnings.warn(f"{path}: made for {threads} threads, runs on the {most} there are", stacklevel=4)
+        warnings.warn(
+            f"{path}: made for {threads} threads, runs on the {most} there are", stacklevel=4
+        )
     return min(threads, most)
 
 

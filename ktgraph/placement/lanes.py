@@ -121,6 +121,7 @@ class OpTimes:
         on_host = op.name in EXPERTS and op_device(self.module, op) == CPU
         return self.cost(op).weights if on_host else 0.0
 
+
 @dataclass(frozen=True)
 class FlatSchedule:
     """The predicted run of a function: `steps[n]` is task n of the schedule."""
@@ -146,7 +147,8 @@ def predict(
 def flat_tasks(module: Module, flat: FlatFunction, times: OpTimes) -> list[Task]:
     """A task for each op, behind its operands and the earlier readers of a state that it takes.
 
-    Streamed weights have STREAM_BUFFERS buffers: a layer's cross once an earlier layer left its own.
+    Streamed weights have STREAM_BUFFERS buffers: a layer's cross once an earlier layer's are
+    done with.
     """
     made: dict[str, int] = {}
     readers: dict[str, list[int]] = {}

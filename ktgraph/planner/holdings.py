@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -86,7 +87,13 @@ def _weight(module: Module, step: FlatOp, use: WeightUse, loaded: set[str]) -> _
     encoding = str(use.type.encoding or use.type.dtype)
     if tile is not None:
         encoding = f"{tile.format}(group={tile.group})" if tile.group else tile.format
-    return _Weight(_class(module, step, use), nbytes, encoding, use.index, use.device)
+    return _Weight(_class(module, step, use), nbytes, encoding, _layer(use), use.device)
+
+
+def _layer(use: WeightUse) -> int | None:
+    """Of a member of a family, or of a weight that stands alone as ``layers[0].q_proj``."""
+    alone = re.search(r"\[(\d+)\]", use.ref.name)
+    return int(alone[1]) if use.index is None and alone is not None else use.index
 
 
 def _class(module: Module, step: FlatOp, use: WeightUse) -> str:
@@ -101,16 +108,12 @@ def _class(module: Module, step: FlatOp, use: WeightUse) -> str:
         return "embedding"
     if use.type.rank < 2:
         return "norms and tables"
-    if op.name == "nn.linear" and use.index is None and not _is_layer(name):
+    if op.name == "nn.linear" and _layer(use) is None:
         return "output head"
     if "shared" in name:
         return "shared experts"
     is_mlp = any(word in name for word in ("mlp", "ffn", "feed_forward"))
     return "dense MLP" if is_mlp or op.name == "nn.swiglu" else "attention"
-
-
-def _is_layer(name: str) -> bool:
-    return "layers" in name or ".h." in name or "blocks" in name
 
 
 def _holding(

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from ktgraph.placement.graph import CPU
 from ktgraph.planner.forecast import Forecast, Phase
-from ktgraph.planner.holdings import ROUTED, spans
+from ktgraph.planner.holdings import ROUTED
 from ktgraph.planner.model import ModelSize
 from ktgraph.target import ASSUMED_DISK, Target, provenance_text, round_size
 
 _TERMS = 6  # of a device's memory
 _LIMITS = 3  # of a phase
-_RIGHT = ("tok/s", "time", "bytes", "share", "layers", "decode tok/s", "prefill tok/s")
+_RIGHT = ("tok/s", "time", "bytes", "share", "layers", "decode tok/s", "prompt tok/s")
 
 
 def report(model: ModelSize, forecasts: Sequence[Forecast]) -> Group:
@@ -31,7 +31,7 @@ def report(model: ModelSize, forecasts: Sequence[Forecast]) -> Group:
         parts += [_memory(base), _places(base)]
     if len(forecasts) > 1:
         parts.append(what_if_table(forecasts))
-        parts += [_text(f"{f.name}: {f.refusal}") for f in forecasts[1:] if f.refusal and not f.need]
+        parts += [Text(f"{f.name}: {f.refusal}") for f in forecasts[1:] if f.refusal and not f.need]
     return Group(*parts)
 
 
@@ -43,7 +43,7 @@ def _heading(model: ModelSize, base: Forecast) -> RenderableType:
     asked = f"{stored}, computed in {_dtype(base)}, context {options.context}, {batch}"
     lines = [str(model), asked, f"target {target.name}: {provenance_text(target)}"]
     lines += [f"  {_device_line(target, d.name)}" for d in target.devices]
-    return _text("\n".join(lines))
+    return Text("\n".join(lines))
 
 
 def _dtype(base: Forecast) -> str:
@@ -65,22 +65,29 @@ def _verdict(base: Forecast) -> Iterator[RenderableType]:
         yield Text(f"fits: {', '.join(used)}", style="green")
         return
     yield Text("does not fit: kt.compile refuses it", style="bold red")
-    yield _text(base.refusal)
+    # the table of memory below shows the terms
+    yield Text(base.refusal if base.need is None else _headlines(base.refusal))
     if base.disk is not None:
         disk = base.target.disk or ASSUMED_DISK
         origin = "" if base.target.disk is not None else ", assumed"
-        yield _text(
+        yield Text(
             f"with {round_size(base.disk.nbytes)} of the routed experts ({base.disk.share:.0%}) on "
             f"a disk of {disk.bandwidth / 1e9:.3g} GB/s{origin}, which nothing here runs, a token "
             f"would read {round_size(base.disk.a_token)} from it:"
         )
     elif base.need is not None and CPU in {d.name for d in base.target.devices}:
-        yield _text("it is short of more than routed experts on disk could free")
+        yield Text("it is short of more than routed experts on disk could free")
+
+
+def _headlines(refusal: str) -> str:
+    lines = [x for x in refusal.split("\n") if not x.startswith(" ")]
+    return "\n".join(x.removesuffix(" The largest terms:") for x in lines)
 
 
 def _of(found: Forecast, device: str) -> str:
-    memory = found.target.device(device).memory
-    return f"{round_size(found.memory(device))} of {round_size(memory)}"
+    used, unit = round_size(found.memory(device)).split(" ")
+    memory, memory_unit = round_size(found.target.device(device).memory).split(" ")
+    return f"{used} {unit if unit != memory_unit else ''}".strip() + f" of {memory} {memory_unit}"
 
 
 def _speed(base: Forecast) -> Table:
@@ -88,7 +95,7 @@ def _speed(base: Forecast) -> Table:
     for phase in (base.prefill, base.prompt, base.decode):
         if phase is not None:
             table.add_row(
-                phase.name, _call(phase, base), _speed_text(phase.speed),
+                phase.name, _call(phase, base), _speedText(phase.speed),
                 _time(phase.seconds), _limits(phase),
             )  # fmt: skip
     return table
@@ -105,7 +112,7 @@ def _limits(phase: Phase) -> str:
     return ", ".join(f"{x} {x.seconds / phase.seconds:.0%}" for x in shown)
 
 
-def _speed_text(speed: float) -> str:
+def _speedText(speed: float) -> str:
     return f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"
 
 
@@ -148,17 +155,18 @@ def what_if_table(forecasts: Sequence[Forecast]) -> Table:
     """A row for each forecast, the base first; speeds with their change against it."""
     base = forecasts[0]
     table = _table(
-        "what if", "", "fits", "decode tok/s", "prefill tok/s", "bound by", "GPU", "RAM",
-        "experts on the GPU",
+        "what if", "", "fits", "decode tok/s", "prompt tok/s", "decode bound by", "GPU", "RAM",
+        "experts on GPU",
     )  # fmt: skip
+    table.columns[0].no_wrap = True
     for found in forecasts:
-        gpu = found.target.gpus[0].name if found.target.gpus else ""
+        gpus = [g.name for g in found.target.gpus]
         cpus = [d.name for d in found.target.devices if d.kind == "cpu"]
         fits = "yes" if found.fits else "from disk" if found.disk is not None else "no"
         table.add_row(
             escape(found.name), fits, _change(found.decode, base.decode),
             _change(found.prompt, base.prompt), str(found.decode.bound) if found.decode else "-",
-            _of(found, gpu) if gpu and found.need else "-",
+            _of(found, gpus[0]) if gpus and found.need else "-",
             _of(found, cpus[0]) if cpus and found.need else "-", _resident(found),
         )  # fmt: skip
     return table
@@ -167,7 +175,7 @@ def what_if_table(forecasts: Sequence[Forecast]) -> Table:
 def _change(phase: Phase | None, base: Phase | None) -> str:
     if phase is None:
         return "-"
-    text = _speed_text(phase.speed)
+    text = _speedText(phase.speed)
     if base is None or phase is base or abs(phase.speed / base.speed - 1) < 0.005:
         return text
     return f"{text} ({phase.speed / base.speed - 1:+.0%})"
@@ -180,11 +188,7 @@ def _resident(found: Forecast) -> str:
     every = {n for h in rows for n in h.layers}
     if not rows:
         return "-"
-    return f"{len(home)} of {len(every)} layers" if home else f"none of {len(every)} layers"
-
-
-def _text(text: str) -> Text:
-    return Text(text)
+    return f"{len(home)} of {len(every)} layers"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -195,4 +199,4 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-__all__ = ["report", "spans", "what_if_table"]
+__all__ = ["report", "what_if_table"]

@@ -1,9 +1,10 @@
-"""What-if texts: ``gpu_memory=+8GiB``, ``ram=384GiB,link=x2``, ``cpu=NAME``: another machine or call.
+"""What-if texts: ``gpu_memory=+8GiB``, ``ram=384GiB,link=x2``, ``cpu=NAME``.
 
-A text holds changes with commas between them, and becomes one row beside the base.
+A text holds changes of the machine or the call, with commas between them, and becomes one row
+beside the base.
 
     gpu_memory, ram       a size ("24GiB"), more or less ("+8GiB", "-2GiB"), or times ("x2")
-    link, disk, dram      bytes a second ("50GB/s"), more or less, or times; dram is the CPU's memory
+    link, disk, dram      bytes a second ("50GB/s"), more or less, or times; dram: main memory
     cpu, gpu              the CPU or GPU of another target, by name or file; RAM and links stay
     quantize, context, batch, max_tokens    as the options of those names
 """
@@ -26,6 +27,8 @@ from ktgraph.target import (
     parse_size,
     resolve_target,
 )
+
+_BOUND_BY_MEMORY = 0.85  # share of memory's bandwidth from which on a kernel is bound by it
 
 
 class WhatIfError(UnsupportedInputError):
@@ -115,11 +118,17 @@ def _ram(setting: Setting, value: str | int) -> Setting:
 
 
 def _dram(setting: Setting, value: str) -> Setting:
-    """Every point of the curve by one factor, so that the chosen threads reach the rate."""
+    """Every point of the curve by one factor, so that the chosen threads reach the rate.
+
+    Kernels that read nearly as fast as memory gives are taken to gain with it, others not.
+    """
     cpu = _cpu(setting, f"dram={value}")
     factor = amount("dram", value, cpu.bandwidth_at()) / cpu.bandwidth_at()
     curve = tuple((threads, speed * factor) for threads, speed in cpu.bandwidth)
-    return replace(setting, target=setting.target.with_device(replace(cpu, bandwidth=curve)))
+    near = _BOUND_BY_MEMORY * cpu.bandwidth_at()
+    reads = {name: r * factor if r >= near or factor < 1 else r for name, r in cpu.reads.items()}
+    changed = replace(cpu, bandwidth=curve, reads=reads)
+    return replace(setting, target=setting.target.with_device(changed))
 
 
 def _link(setting: Setting, value: str) -> Setting:

@@ -140,7 +140,7 @@ def with_threads(target: Target, threads: int | None) -> Target:
         return target
     if is_this_machine(target):
         check_threads(threads)
-    return target.with_device(replace(cpus[0], threads=threads))
+    return target.with_device(_on_threads(cpus[0], threads))
 
 
 def check_threads(threads: int) -> None:
@@ -162,7 +162,13 @@ def _with_threads(device: Device, threads: int | None) -> Device:
     if threads is None:
         return device
     check_threads(threads)
-    return replace(device, threads=threads)
+    return _on_threads(device, threads)
+
+
+def _on_threads(device: Device, threads: int) -> Device:
+    """With other threads than were measured, kernels read in proportion."""
+    reads = {name: rate * threads / device.threads for name, rate in device.reads.items()}
+    return replace(device, threads=threads, reads=reads)
 
 
 def _with_memory(device: Device, memory: str | int | None, *, real: bool) -> Device:

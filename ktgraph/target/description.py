@@ -79,6 +79,9 @@ class Device:
     cores: int = 1  # physical cores, or multiprocessors
     threads: int = 1  # worker threads to run with; 1 on a GPU, whose curve has one point
     numa_nodes: int = 1
+    # Bytes/s of packed weights that the engine's kernels read for one token, by tile format;
+    # unpacking may bind before memory does.  Formats without a figure are read at `bandwidth`.
+    reads: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     def bandwidth_at(self, threads: int | None = None) -> float:
         """Read bytes/s with `threads` workers (default: the chosen count), linear in between."""

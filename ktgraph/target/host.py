@@ -44,7 +44,8 @@ def provenance_text(target: Target) -> str:
     old = f" ({age} days ago)" if age is not None and age > 1 else ""
     text = f"{about.origin} {about.date}{old}".strip()
     if is_this_machine(target):
-        return f"{text} on this machine; renew them with: ktgraph doctor --remeasure"
+        note = f" ({about.note})" if about.note else ""
+        return f"{text} on this machine{note}; renew with: ktgraph doctor --remeasure"
     return f"{text}: {about.note}" if about.note else text
 
 
@@ -92,6 +93,7 @@ def _host_key(info: CpuInfo) -> str:
 
 def _measured(info: CpuInfo) -> Target:
     log.info("measuring this machine once (a few seconds)")
+    busy = _busy(info)
     devices = [measure.measure_cpu(info)]
     links: list[Link] = []
     for index in range(len(gpu_names())):
@@ -102,8 +104,14 @@ def _measured(info: CpuInfo) -> Target:
         devices=tuple(devices),
         home=devices[min(1, len(devices) - 1)].name,
         links=tuple(links),
-        provenance=Provenance("measured", time.strftime("%Y-%m-%d"), platform.node()),
+        provenance=Provenance("measured", time.strftime("%Y-%m-%d"), platform.node(), busy),
     )
+
+
+def _busy(info: CpuInfo) -> str:
+    """What else ran just before: figures taken beside it are too low."""
+    load, cpus = os.getloadavg()[0], len(info.affinity)
+    return f"load {load:.1f} on {cpus} CPUs then: may be low" if load > 0.5 * cpus else ""
 
 
 def _cached(path: Path) -> Target | None:

@@ -70,7 +70,8 @@ def _device_text(device: Device) -> str:
     order = [dtype for dtype in _DTYPES if dtype in device.peak]
     order += sorted(set(device.peak) - set(order))
     peak = {dtype: device.peak[dtype] for dtype in order}
-    return _table("[[device]]", entries) + _table("[device.peak]", peak)
+    text = _table("[[device]]", entries) + _table("[device.peak]", peak)
+    return text + _table("[device.reads]", device.reads) if device.reads else text
 
 
 def _table(header: str, entries: Mapping[str, object]) -> str:
@@ -165,6 +166,7 @@ class _Reader:
             cores=f.integer("cores", 1),
             threads=f.integer("threads", 1),
             numa_nodes=f.integer("numa_nodes", 1),
+            reads=f.rates("reads"),
         )
 
     def link(self, f: _Fields, names: tuple[str, ...]) -> Link:
@@ -274,6 +276,16 @@ class _Fields:
         good = {dtype: p for dtype, p in peaks.items() if p and p > 0 and dtype in _DTYPES}
         if not good or len(good) != len(peaks) or "f32" not in good:
             raise self.wrong(key, f"FLOP/s for f32 and others of {', '.join(_DTYPES)}")
+        return good
+
+    def rates(self, key: str) -> dict[str, float]:
+        """Bytes/s by the name of a weight format; none when the key is not there."""
+        value: object = self.table.get(key, {})
+        table = cast("dict[str, object]", value) if isinstance(value, dict) else None
+        rates = {name: _number(rate) for name, rate in (table or {}).items()}
+        good = {name: r for name, r in rates.items() if r and r > 0}
+        if table is None or len(good) != len(rates):
+            raise self.wrong(key, "bytes/s by weight format, as in int8 = 50e9")
         return good
 
     def curve(self, key: str) -> tuple[tuple[int, float], ...]:
