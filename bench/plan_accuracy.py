@@ -92,9 +92,9 @@ def _by_op(
             predicted[op.name] = predicted.get(op.name, 0.0) + times.seconds(op) * count
     least: dict[str, float] = {}
     for _ in range(8):
-        step: dict[str, float] = {}
+        step = dict[str, float]()
         for event in cast("Any", runner).measure([(seq, [int(torch.randint(0, vocabulary, ()))])]):
-            name = kernels.get(event.kernel, event.kernel)
+            name = kernels.get(event.kernel) or event.kernel
             step[name] = step.get(name, 0.0) + event.seconds
         least = {n: min(s, least.get(n, s)) for n, s in step.items()}
     rows = [(n, predicted.get(n, 0.0), s) for n, s in least.items()]

@@ -1,8 +1,9 @@
 """One forecast: a traced model on one machine, from types and prices alone.
 
-The model is lowered as `kt.compile` lowers it, for a host whose RAM has no end.  What it then needs
-is held against the target's memory.  Where RAM is short, the rest of the routed experts is priced
-as read from disk at every use, and the forecast says so: `kt.compile` refuses such a model.
+The model is lowered as `kt.compile` lowers it, and what it then needs is held against the target's
+memory.  Where RAM is short it is lowered for a host whose RAM has no end; what lacks of the routed
+experts is priced as read from disk at every use, and the forecast says that `kt.compile` refuses
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ktgraph.runtime.plan import Plan
 from ktgraph.stages import Traced, compile_options
 from ktgraph.target import ASSUMED_DISK, Target, round_size, with_threads
 
-_ENDLESS = 1 << 50  # bytes of RAM that placement is given
+_ENDLESS = 1 << 50  # bytes of RAM
 _TERMS = 6  # shown of a device that is too small
 
 
@@ -103,8 +104,11 @@ def forecast(name: str, traced: Traced, setting: Setting) -> Forecast:
     setting = replace(setting, target=target)
     try:
         module = _lowered(traced, target, options, setting.batch)
-    except MemoryBudgetError as error:
-        return Forecast(name, setting, options, str(error))
+    except MemoryBudgetError:
+        try:
+            module = _lowered(traced, _with_endless_ram(target), options, setting.batch)
+        except MemoryBudgetError as error:  # a GPU is short
+            return Forecast(name, setting, options, str(error))
     plan = Plan.build(module)
     room = {d.name: d.memory for d in target.devices if d.kind != "cpu"}
     cache = choose_cache(plan, options, {CPU: _ENDLESS, **room}, target.cpu_threads)
@@ -129,14 +133,17 @@ def forecast(name: str, traced: Traced, setting: Setting) -> Forecast:
 
 
 def _lowered(traced: Traced, target: Target, options: CompileOptions, batch: int) -> Module:
-    """The module after every pass; RAM has no end, and no weight is read."""
-    hosts = [d for d in target.devices if d.kind == "cpu"]
-    for host in hosts:
-        target = target.with_device(replace(host, memory=_ENDLESS))
+    """The module after every pass; no weight is read."""
     module = traced.ir.clone()
     pipeline = f"default,place{{batch={batch}}}"
     PassManager().run(module, pipeline, PassContext(target, None, options), validate=0)
     return module
+
+
+def _with_endless_ram(target: Target) -> Target:
+    for host in [d for d in target.devices if d.kind == "cpu"]:
+        target = target.with_device(replace(host, memory=_ENDLESS))
+    return target
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class ModelSize:
         )
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.weights / 1e9:.4g} billion weights, {self.layers} layers"
+        many, unit = (1e9, "billion") if self.weights >= 1e9 else (1e6, "million")
+        text = f"{self.name}: {self.weights / many:.4g} {unit} weights, {self.layers} layers"
         return f"{text}, {self.chosen} of {self.experts} experts a token" if self.experts else text
 
 

@@ -17,7 +17,7 @@ from ktgraph.planner.forecast import Forecast, forecast
 from ktgraph.planner.model import ModelSize
 from ktgraph.planner.report import report
 from ktgraph.planner.what_if import Setting, apply_what_if
-from ktgraph.stages import check_options
+from ktgraph.stages import Traced, check_options
 from ktgraph.target import Target, resolve_target
 from ktgraph.weights.policy import Policy
 
@@ -54,7 +54,7 @@ class ModelPlan:
 
 
 def plan(
-    model: Model,
+    model: Model | Traced,
     target: str | Path | Target = "auto",
     *,
     what_if: str | Sequence[str] = (),
@@ -68,7 +68,8 @@ def plan(
 ) -> ModelPlan:
     """Predict speed, memory and places of a model without its weights.
 
-    model: the path of a config.json, a folder that holds one, a transformers config or model.
+    model: the path of a config.json, a folder that holds one, a transformers config or model, or
+        what `kt.trace` made of one, to plan it again without tracing.
     target: as `kt.compile` takes it: a word, the name or file of a described machine, a `Target`.
     what_if: other machines or calls to show beside it, e.g. "gpu_memory=+8GiB",
         "ram=384GiB,link=x2", "cpu=h200+xeon-amx"; see `ktgraph.planner.what_if`.
@@ -91,9 +92,17 @@ def plan(
         setting = setting if size is None else apply_what_if(f"{key}={size}", setting)
     texts = [what_if] if isinstance(what_if, str) else list(what_if)
     others = [(text, apply_what_if(text, setting)) for text in texts]
-    traced = trace(model, dtype=compute_dtype(dtype, setting.target))
+    traced = _traced(model, dtype, setting.target)
     found = [forecast(text, traced, other) for text, other in [("base", setting), *others]]
     return ModelPlan(ModelSize.of(traced), found[0], tuple(found[1:]))
+
+
+def _traced(model: Model | Traced, asked: str, target: Target) -> Traced:
+    if not isinstance(model, Traced):
+        return trace(model, dtype=compute_dtype(asked, target))
+    if asked not in ("auto", model.dtype):
+        raise UnsupportedInputError(f"dtype={asked!r}: the model was traced in {model.dtype!r}")
+    return model
 
 
 __all__ = ["ModelPlan", "plan"]
