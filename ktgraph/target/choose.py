@@ -189,7 +189,7 @@ def _no_gpu(wanted: str) -> TargetError:
         '  target="cpu"                              run on the CPU alone\n'
         '  target="simulated"                        run the hybrid path on a simulated GPU,\n'
         '                                            as kt.hybrid(gpu="simulated") gives it\n'
-        "  ktgraph dump MODEL --target NAME          plan for a machine that is described"
+        "  ktgraph plan MODEL --target NAME          plan for a machine that is described"
     )
 
 

@@ -58,7 +58,7 @@ def planned(traced: kt.Traced) -> ModelPlan:
 def test_memory_is_what_compile_reserves(planned: ModelPlan, traced: kt.Traced) -> None:
     base = planned.base
     assert base.need is not None
-    options = {"context": 128, "max_batch": 1}
+    options: dict[str, Any] = {"context": 128, "max_batch": 1}
     lowered = traced.lower(host(64 * MIB), **options)
     assert base.need.total == lowered.memory_need().total
     assert str(base.module) == lowered.as_text()
