@@ -19,7 +19,7 @@ def main() -> None:
         gpu_memory="24GiB",
         ram="192GiB",
         quantize="experts=int4p(group=64),*=int8",
-        what_if=["gpu_memory=+8GiB", "cpu=h200+xeon-amx", "ram=64GiB"],
+        what_if=["gpu_memory=+8GiB", "ram=64GiB"],
     )
     print(plan)
 
