@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-_OPTIONS = ("quantize", "dtype", "context", "batch", "max_tokens", "rules", "threads")
+_OPTIONS = ("quantize", "dtype", "context", "batch", "max_tokens", "rules", "threads", "defer")
 
 
 def add_parser(commands: Any) -> None:
@@ -33,6 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens of one call")
     parser.add_argument("--rules", metavar="FILE", help="YAML placement rules")
+    parser.add_argument("--defer", type=int, metavar="N", help="as `ktgraph run` takes it")
     parser.add_argument("--threads", type=int, metavar="N", help="of the host's CPU")
     parser.set_defaults(main=main)
 

@@ -5,8 +5,9 @@ beside the base.
 
     gpu_memory, ram       a size ("24GiB"), more or less ("+8GiB", "-2GiB"), or times ("x2")
     link, disk, dram      bytes a second ("50GB/s"), more or less, or times; dram: main memory
-    cpu, gpu              the CPU or GPU of another target, by name or file; RAM and links stay
-    quantize, context, batch, max_tokens    as the options of those names
+    cpu, gpu              the CPU or GPU of another target, by name or file; RAM and links stay;
+                          gpu=none leaves the CPU alone
+    quantize, context, batch, max_tokens, defer    as the options of those names
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ def _other_cpu(setting: Setting, name: str) -> Setting:
 
 
 def _other_gpu(setting: Setting, name: str) -> Setting:
+    if name == "none":
+        cpu = _cpu(setting, "gpu=none")
+        alone = replace(setting.target, devices=(cpu,), home=cpu.name, links=())
+        return replace(setting, target=alone)
     target, other = setting.target, resolve_target(name)
     gpu = _gpu(replace(setting, target=other), f"gpu={name}")
     if target.gpus:
@@ -211,6 +216,7 @@ _CHANGES: dict[str, Callable[[Setting, str], Setting]] = {
     "context": _count("context"),
     "batch": _count("batch"),
     "max_tokens": _count("max_tokens"),
+    "defer": _count("defer"),
 }
 
 __all__ = ["Setting", "WhatIfError", "amount", "apply_what_if"]

@@ -1,5 +1,6 @@
 """What-if texts: what each changes of a target or a call, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_other_devices_keep_ram_and_links(tmp_path: Path) -> None:
     assert found.links == BASE.links
     (tmp_path / "mine.toml").write_text(other.to_toml())
     assert changed(f"cpu={tmp_path / 'mine.toml'}").target.cpu.peak == other.cpu.peak
+    assert changed("gpu=none").target == replace(BASE, devices=(BASE.cpu,), home="cpu", links=())
     added = changed("gpu=h200+xeon-amx", ALONE).target
     assert added.home == "cuda:0"
     assert added.link("cpu", "cuda:0").bandwidth == 55e9
