@@ -2,7 +2,7 @@
 
 from ktgraph.planner.forecast import Forecast, FromDisk, Phase
 from ktgraph.planner.holdings import Holding
-from ktgraph.planner.plan import ModelPlan, plan
+from ktgraph.planner.model_plan import ModelPlan, plan
 from ktgraph.planner.what_if import WhatIfError
 
 __all__ = ["Forecast", "FromDisk", "Holding", "ModelPlan", "Phase", "WhatIfError", "plan"]

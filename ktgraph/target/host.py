@@ -20,6 +20,7 @@ from ktgraph.target.description import Link, Provenance, Target, TargetError
 from ktgraph.target.probe import CpuInfo, probe_cpu
 
 log = logging.getLogger("ktgraph")
+_FIGURES = 2  # changes when other figures are measured, so that files of before are not read
 
 
 def host_target(*, remeasure: bool = False) -> Target:
@@ -79,6 +80,7 @@ def gpu_names() -> list[str]:
 def _host_key(info: CpuInfo) -> str:
     """Changes with whatever changes the figures: CPU, cores allowed, memory, GPUs, torch."""
     parts = (
+        _FIGURES,
         platform.node(),
         info.model,
         info.isa,
