@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ktgraph.ops import kernel, no, op
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
     from ktgraph.patching import Patched, patch, unpatch
+    from ktgraph.planner import plan
     from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
@@ -38,6 +39,7 @@ __all__ = [
     "no",
     "op",
     "patch",
+    "plan",
     "register_pass",
     "trace",
     "unpatch",
@@ -49,6 +51,7 @@ _HOMES = {
     "ktgraph.ir": ("Module",),
     "ktgraph.ops": ("kernel", "no", "op"),
     "ktgraph.patching": ("Patched", "patch", "unpatch"),
+    "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),

@@ -19,7 +19,8 @@ _DTYPES = {"auto": torch.float32, "f32": torch.float32, "bf16": torch.bfloat16}
 def trace(model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = None) -> Traced:
     """The first stage: the model's graph as it is, unplaced.
 
-    model: a causal language model loaded by transformers, or its checkpoint folder.
+    model: a causal language model loaded by transformers, or its checkpoint folder; to read or plan
+        a graph without weights also a transformers config, or the path of a config.json.
     dtype: what is computed in.  "auto" is "f32", with every weight kept as it is stored (a bf16
         checkpoint is `f32[...]<bf16>`: half the bytes, no rounding).
     tokenizer: a folder with tokenizer.json, if it is not the model's own.

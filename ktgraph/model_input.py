@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import nn
 
@@ -15,9 +15,10 @@ from ktgraph.packed_folder import plan_in
 from ktgraph.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # slow: a start from packed weights does without
+    # slow: a start from packed weights does without
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-Model = nn.Module | str | Path
+Model: TypeAlias = "nn.Module | PreTrainedConfig | str | Path"
 
 SUPPORTED = (
     "give a checkpoint folder (config.json and *.safetensors) or a causal language model loaded "
@@ -78,33 +79,45 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that can be traced: a loaded one, or a checkpoint folder."""
+    """A model that can be traced: a loaded one, a checkpoint folder, or a config alone."""
 
-    model: PreTrainedModel | Path
+    model: PreTrainedModel | PreTrainedConfig | Path
     card: ModelCard
 
 
 def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
-    """Recognise what was given.
+    """Recognise what was given; a config, or the path of its file, can be traced but not run.
 
     `tokenizer` is a folder with a tokenizer.json; without it the model's own folder is searched.
     Raises UnsupportedInputError saying what is supported.
     """
     if tokenizer is not None:
         tokenizer = path_of("tokenizer", tokenizer)
-    if isinstance(model, nn.Module):
-        from transformers import PreTrainedModel
+    if not isinstance(model, (str, Path)):
+        return _of_object(model, tokenizer)
+    if Path(model).suffix == ".json" and not Path(model).is_dir():
+        path = Path(model)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        config = _read_config(path)
+        return ModelInput(config, _card_of_config(name, config))
+    folder = _checkpoint_folder(Path(model))
+    return ModelInput(folder, _card_of_folder(folder, tokenizer))
 
-        if isinstance(model, PreTrainedModel):
-            return ModelInput(model, _card_of_model(model, tokenizer))
+
+def _of_object(model: nn.Module | PreTrainedConfig, tokenizer: str | Path | None) -> ModelInput:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return ModelInput(model, _card_of_model(model, tokenizer))
+    if isinstance(model, PreTrainedConfig):
+        name = Path(model.name_or_path or "").name or str(model.model_type)
+        return ModelInput(model, _card_of_config(name, model))
+    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(
             f"{type(model).__name__}: a torch module that is no transformers model is not "
             f"supported yet; {SUPPORTED}"
         )
-    if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
-    folder = _checkpoint_folder(Path(model))
-    return ModelInput(folder, _card_of_folder(folder, tokenizer))
+    raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
 
 
 def _checkpoint_folder(path: Path) -> Path:
@@ -125,6 +138,29 @@ def _checkpoint_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
     return path
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    """The config of a file; raises UnsupportedInputError when transformers reads none there."""
+    import transformers
+
+    if not path.is_file():
+        raise UnsupportedInputError(f"{path}: no such file; {SUPPORTED}")
+    _read_json(path)
+    try:
+        auto = cast("Any", transformers.AutoConfig)
+        return cast("PreTrainedConfig", auto.from_pretrained(str(path), local_files_only=True))
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:300] if lines else type(error).__name__
+        raise UnsupportedInputError(
+            f"{path}: transformers {transformers.__version__} cannot read it as a config: "
+            f"{reason}. Check `model_type`; a newer transformers may know it"
+        ) from error
+
+
+def _card_of_config(name: str, config: PreTrainedConfig) -> ModelCard:
+    return ModelCard(name, getattr(config, "max_position_embeddings", None), (), None, None)
 
 
 def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:

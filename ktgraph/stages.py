@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.chat import Chat
@@ -35,7 +35,7 @@ from ktgraph.runtime.planfile import PlanFileError, load_plan
 from ktgraph.runtime.planfile_write import save_plan, write_plan
 from ktgraph.runtime.runner import Runner, available_memory
 from ktgraph.sampling import Sampling
-from ktgraph.target import Target, resolve_target
+from ktgraph.target import Target, check_threads, most_threads, resolve_target, with_threads
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -128,17 +128,18 @@ class Traced:
         check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
-        context = PassContext(resolve_target(target), weight_source(self.given), chosen)
+        machine = with_threads(resolve_target(target), chosen.threads)
+        context = PassContext(machine, weight_source(self.given), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
         return Lowered(module, report, context, self.given.card, pipeline)
 
 
-def weight_source(given: ModelInput) -> WeightSource:
-    """Where the model's weights are read from."""
+def weight_source(given: ModelInput) -> WeightSource | None:
+    """Where the model's weights are read from; a config has none."""
     if isinstance(given.model, Path):
         return SafetensorsSource(given.model)
-    return ModelSource(given.model)
+    return ModelSource(given.model) if isinstance(given.model, nn.Module) else None
 
 
 class Lowered:
@@ -250,11 +251,17 @@ class Lowered:
     def compile(self) -> Compiled:
         """Load and pack the weights, and make the graph ready to run.
 
-        Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs,
+        and errors of the checkpoint.
         Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
-        assert source is not None
+        if source is None:
+            raise UnsupportedInputError(
+                f"{self.card.name} was traced from a config, which has no weights: it can be "
+                "planned, dumped and read, but not run; give a checkpoint folder or a loaded model"
+            )
+        check_threads(self.threads)
         if self.context.fallbacks:
             warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
@@ -525,7 +532,7 @@ class Compiled:
         options = compile_options(card, file.options.dtype, {**saved, **changed})
         file = replace(file, options=options)
         made = Provenance(file.pipeline, options, target, file.fingerprint, placement)
-        threads = options.threads or target.cpu_threads
+        threads = _threads_here(path, options.threads or target.cpu_threads)
         return Compiled(file.runner(source, threads), card, made)
 
     def _prompts(self, given: Any) -> _Prompts:
@@ -545,6 +552,16 @@ class Compiled:
 
     def _encode(self, text: str) -> list[int]:
         return self.card.need_tokenizer("a text prompt").encode(text)
+
+
+def _threads_here(path: str | Path, threads: int) -> int:
+    """Of a plan made where there were more CPUs: as many as there are here, which is said."""
+    most = most_threads()
+    if threads > most:
+        warnings.warn(
+            f"{path}: made for {threads} threads, runs on the {most} there are", stacklevel=4
+        )
+    return min(threads, most)
 
 
 def _wrong_prompt(given: object) -> UnsupportedInputError:

@@ -20,6 +20,7 @@ COMMANDS = (
     "run",
     "chat",
     "quantize",
+    "plan",
     "dump",
     "opt",
     "explain",
