@@ -31,11 +31,6 @@ class OpenedGguf:
     source: GgufSource
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return Path(path).suffix.lower() == ".gguf"
-
-
 def open_gguf(path: str | Path) -> OpenedGguf:
     """Everything but the graph, from the file's header.
 
@@ -76,4 +71,4 @@ def _warn_unused(file: GgufFile, used: list[str]) -> None:
         )
 
 
-__all__ = ["OpenedGguf", "is_gguf", "open_gguf"]
+__all__ = ["OpenedGguf", "open_gguf"]

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.file_forms import FileForms, Made
-from ktgraph.frontends.gguf_model import is_gguf, open_gguf
+from ktgraph.frontends.gguf_model import open_gguf
+from ktgraph.model_input import is_gguf
 
 Source = PreTrainedModel | PreTrainedConfig | str | Path
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -106,6 +106,19 @@ class ModelSource:
                 f"{self._label}: {empty[0]!r} and {len(empty) - 1} more are on the meta device and "
                 "hold no values; load the model with weights, or give its folder"
             )
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, torch.Tensor], label: str) -> ModelSource:
+        """Tensors that no module holds under these names; `label` names their owner in errors."""
+        found = ModelSource(nn.Module())
+        found._tensors.update({name: t.detach() for name, t in tensors.items()})
+        found._label = label
+        return found
+
+    def release(self, prefix: str) -> None:
+        """Let go of the tensors whose names begin so, for a caller that frees them."""
+        for name in [n for n in self._tensors if n.startswith(prefix)]:
+            del self._tensors[name]
 
     def names(self) -> Sequence[str]:
         return list(self._tensors)
