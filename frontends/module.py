@@ -78,10 +78,11 @@ class ModuleTrace:
     """The IR of a module and what became of its parts.
 
     lifted: MoE layers by path.  opaque: modules left to torch.  operators: operators left to torch,
-    by place.
+    by place.  example: sizes of the syms in the example_inputs.
     """
 
     module: Module
+    example: dict[str, int]
     form: CallForm
     constants: dict[str, Tensor]
     lifted: dict[str, MoeForm]
@@ -169,8 +170,9 @@ def _checked(
         )
     lifted = {p: f for p, f in exported.forms.items() if p not in exported.opaque}
     trace = ModuleTrace(
-        imported.module, form, imported.constants, lifted, exported.opaque, imported.operators
-    )
+        imported.module, imported.example, form, imported.constants, lifted, exported.opaque,
+        imported.operators,
+    )  # fmt: skip
     return trace if _holds_elsewhere(trace, imported, model, exporter.tensors, bound) else None
 
 

@@ -24,6 +24,7 @@ from ktgraph.frontends.hf_export import Export
 from ktgraph.frontends.hf_leaves import LeafReport
 from ktgraph.frontends.module_export import Exported
 from ktgraph.ir.dims import Dim
+from ktgraph.ir.example import set_example
 from ktgraph.ir.graph import Module, Operand, Value, Weight, WeightRef, dce, drop_unused_weights
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.bound_modules import name_of
@@ -88,6 +89,7 @@ class ModuleImporter(Importer):
         self.body.set_returns([self._result(n) for n in nodes[-1].args[0]])
         dce(self.module)
         drop_unused_weights(self.module)
+        set_example(self.module.functions["main"], self.example)
         return ImportedModule(self.module, self.constants, self._kept_operators(), self.example)
 
     # ------------------------------------------------------------ inputs and results

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from ktgraph.api import compile, load, trace
     from ktgraph.errors import KtgraphError
     from ktgraph.ir import Module
+    from ktgraph.module_stages import CompiledModule, TracedModule
     from ktgraph.ops import kernel, no, op
+    from ktgraph.ops.bound_modules import bind_module
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
     from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CompileOptions",
     "Compiled",
+    "CompiledModule",
     "KtgraphError",
     "Lowered",
     "Module",
@@ -27,6 +30,8 @@ __all__ = [
     "RulePass",
     "Target",
     "Traced",
+    "TracedModule",
+    "bind_module",
     "compile",
     "cpu",
     "hybrid",
@@ -43,7 +48,9 @@ _HOMES = {
     "ktgraph.api": ("compile", "load", "trace"),
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
+    "ktgraph.module_stages": ("CompiledModule", "TracedModule"),
     "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.ops.bound_modules": ("bind_module",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),

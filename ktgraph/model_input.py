@@ -70,7 +70,7 @@ class ModelCard:
 class ModelInput:
     """A model that can be traced: a loaded one, or a checkpoint folder."""
 
-    model: PreTrainedModel | Path
+    model: nn.Module | Path
     card: ModelCard
 
 
@@ -86,8 +86,9 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
         return ModelInput(model, _card_of_model(model, tokenizer))
     if isinstance(model, nn.Module):
         raise UnsupportedInputError(
-            f"{type(model).__name__}: a torch module that is no transformers model is not "
-            f"supported yet; {SUPPORTED}"
+            f"{type(model).__name__}: a torch module that is no causal language model of "
+            "transformers is traced from the arguments of one call: give them, as in "
+            "kt.compile(module, example_inputs=(x,))"
         )
     if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.cpu_kernels import NativeMissingError, load_native
@@ -124,15 +123,19 @@ class Traced:
         check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
-        context = PassContext(resolve_target(target), weight_source(self.given), chosen)
+        context = PassContext(resolve_target(target), self.source(), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
         return Lowered(module, report, context, self.given.card, pipeline)
 
+    def source(self) -> WeightSource:
+        """Where the weights are read from."""
+        return weight_source(self.given)
+
 
 def weight_source(given: ModelInput) -> WeightSource:
     """Where the model's weights are read from."""
-    if isinstance(given.model, PreTrainedModel):
+    if isinstance(given.model, nn.Module):
         return ModelSource(given.model)
     return SafetensorsSource(given.model)
 
@@ -227,7 +230,7 @@ class Lowered:
         source, options = self.context.source, self.context.options
         assert source is not None
         if self.context.fallbacks:
-            warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
+            warnings.warn(fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
@@ -237,7 +240,7 @@ class FallbackWarning(UserWarning):
     """Ops without a native kernel; the message names them, and why each kernel refused."""
 
 
-def _fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
+def fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
     shown = [
         f"{op} ({'; '.join(f'{kernel}: {why}' for kernel, why in refused.items()) or 'no kernel'})"
         for op, refused in sorted(fallbacks.items())

@@ -21,6 +21,7 @@ from ktgraph.ops.registry import (
     no,
     register_kernel,
 )
+from ktgraph.runtime import kernels_torch as kernels_torch  # registers torch's own kernels
 from ktgraph.runtime.flat import View, dense_strides
 from ktgraph.runtime.operands import (
     BatchUse,
