@@ -283,7 +283,7 @@ def _warn(trace: ModuleTrace, model: nn.Module) -> None:
     text = "\n".join(
         [f"{type(model).__name__}: these parts stay with torch (torch.call):", *lines, advice]
     )
-    warnings.warn(text, OpaqueCallWarning, stacklevel=4)
+    warnings.warn(text, OpaqueCallWarning, stacklevel=5)
 
 
 def _shown(form: Arguments) -> str:

@@ -86,8 +86,17 @@ class Step(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         args, kwargs = self.arguments.fill(tensors)
-        leaves, _ = tree_flatten(self.model(*args, **kwargs))
+        try:
+            leaves, _ = tree_flatten(self.model(*args, **kwargs))
+        except UnsupportedInputError:
+            raise
+        except Exception as error:  # here, not around export: that would print the whole graph
+            raise _ModelFailedError from error
         return tuple(v for v in leaves if isinstance(v, Tensor))
+
+
+class _ModelFailedError(Exception):
+    """The model's code failed on symbolic sizes; the cause says how."""
 
 
 @dataclass
@@ -113,7 +122,8 @@ class ModuleExporter:
             except UnsupportedInputError:
                 raise
             except Exception as error:
-                self._blame(error)
+                cause = error.__cause__
+                self._blame(cause if isinstance(cause, Exception) else error)
 
     def _once(self) -> Exported:
         calls = OpaqueCalls({path: self.run.seen(path) for path in self.opaque})

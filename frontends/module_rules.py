@@ -136,3 +136,30 @@ def _attention(im: Importer, node: fx.Node) -> Imported:
     out = im.emit("attn.attend", [q, k, v, mask], attrs, ["attn"])[0]
     return Tensor.of(out, len(im.dims(node)))
 
+
+@rule(A.unbind.int)
+def _unbind(im: Importer, node: fx.Node) -> Imported:
+    tensor, axis = im.tensor(node.args[0]), int(arguments(node)["dim"])
+    count = len(node.meta["val"])
+    return tuple(_entry(im, tensor, axis % len(tensor.order), n) for n in range(count))
+
+
+@rule(A.select.int)
+def _select(im: Importer, node: fx.Node) -> Imported:
+    given = arguments(node)
+    tensor, index = im.tensor(given["self"]), given["index"]
+    axis = int(given["dim"]) % len(tensor.order)
+    size = im.dims(given["self"])[axis]
+    if not isinstance(index, int) or (index < 0 and not size.is_const):
+        raise im.unsupported("an entry whose place depends on sizes")
+    return _entry(im, tensor, axis, index if index >= 0 else index + size.const())
+
+
+def _entry(im: Importer, tensor: Tensor, axis: int, index: int) -> Tensor:
+    """One entry of an axis, which goes; the others keep their order."""
+    at = tensor.order[axis]
+    dims = im.base_dims(tensor.base)
+    attrs = {"start": index, "size": 1, "axis": at - len(dims)}
+    cut = im.emit("tensor.slice", [tensor.base], attrs)[0]
+    base = im.reshape(cut, (*dims[:at], *dims[at + 1 :]), im.source_stem())
+    return Tensor(base, tuple(o - (o > at) for o in tensor.order if o != at))

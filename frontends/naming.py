@@ -61,8 +61,10 @@ def family(name: str) -> tuple[str, int] | None:
 
 
 def path_stem(path: str) -> str:
-    """The last component of a module path, shortened."""
-    last = path.rsplit(".", 1)[-1]
+    """The last component of a module path, shortened; a number with what it numbers: mlp_0."""
+    parts = path.split(".")
+    last = "_".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+    last = f"m{last}" if last[:1].isdigit() else last
     return _SHORTER.get(last, re.sub(r"layernorm$", "norm", last)) or "x"
 
 

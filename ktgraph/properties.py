@@ -34,6 +34,16 @@ def _flat(module: Module) -> bool | Refusal:
     return True
 
 
+def _ragged(module: Module) -> bool | Refusal:
+    """The tokens of every causal language model lie on one axis; plain modules keep their axes."""
+    for func in module.functions.values():
+        for value in func.args:
+            names = {n for d in getattr(value.type, "dims", ()) for n in d.names}
+            if names & {"b", "s", "t"} and any(isinstance(a.type, BatchType) for a in func.args):
+                return no(f"%{value.name} of @{func.name} is {value.type}")
+    return True
+
+
 def _phased(module: Module) -> bool | Refusal:
     """Every function says the most new tokens of a sequence it is for (attribute max_q)."""
     without = [f.name for f in module.functions.values() if "max_q" not in f.attrs]
@@ -72,6 +82,7 @@ def _has_batch(module: Module) -> bool | Refusal:
 PROPERTIES: dict[str, Check] = {
     "named": _named,
     "flat": _flat,
+    "ragged": _ragged,
     "phased": _phased,
     "placed": _placed,
     "copied": _copied,

@@ -43,7 +43,7 @@ class FlattenTokens(Pass):
     name: ClassVar[str] = "flatten-tokens"
     numerics: ClassVar[Numerics] = exact()
     requires: ClassVar[Sequence[str]] = ("named",)
-    ensures: ClassVar[Sequence[str]] = ("flat",)
+    ensures: ClassVar[Sequence[str]] = ("ragged",)
 
     def run(self, module: Module, ctx: PassContext) -> None:
         flat: list[Function] = []

@@ -22,7 +22,7 @@ from ktgraph.ops.registry import (
     register_kernel,
 )
 from ktgraph.runtime import kernels_torch as kernels_torch  # registers torch's own kernels
-from ktgraph.runtime.flat import View, dense_strides
+from ktgraph.runtime.flat import View, dense_strides, product, reshaped_strides
 from ktgraph.runtime.operands import (
     BatchUse,
     OperandRef,
@@ -119,6 +119,25 @@ def _plain(inputs: str, outputs: int = 1, attrs: Sequence[str] = ()) -> Emitter:
         return [([*given, *results], o.pick(*attrs))]
 
     return emit
+
+
+def _by_rows(emit: Emitter) -> Emitter:
+    """Kernels of rows, for values with more leading axes: [2, 5, D] is seen as [10, D]."""
+
+    def emit_rows(o: Operands) -> list[Call]:
+        return [([_as_rows(r) for r in operands], attrs) for operands, attrs in emit(o)]
+
+    return emit_rows
+
+
+def _as_rows(ref: OperandRef) -> OperandRef:
+    if not isinstance(ref, TensorRef) or len(ref.view.dims) < 3:
+        return ref
+    dims = (product(ref.view.dims[:-1]), ref.view.dims[-1])
+    strides = reshaped_strides(ref.view, dims)
+    if strides is None:
+        return ref
+    return replace(ref, view=replace(ref.view, dims=dims, strides=strides))
 
 
 def _input(o: Operands, letter: str, position: int) -> OperandRef:
@@ -222,10 +241,10 @@ _ACT = ("act", "alpha", "limit")
 
 _ROWS = (
     _Row("nn.embedding", "cpu.embedding", _plain("xs"), nmse=0.0),
-    _Row("nn.rms_norm", "cpu.rms_norm", _plain("xx", attrs=["eps", "late_cast"])),
+    _Row("nn.rms_norm", "cpu.rms_norm", _by_rows(_plain("xx", attrs=["eps", "late_cast"]))),
     _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps", "late_cast"])),
-    _Row("nn.linear", "cpu.linear", _plain("xwx"), (1,)),
-    _Row("nn.linear", "cpu.linear_int8", _plain("xwx"), (1,), nmse=1e-3, rows="int8"),
+    _Row("nn.linear", "cpu.linear", _by_rows(_plain("xwx")), (1,)),
+    _Row("nn.linear", "cpu.linear_int8", _by_rows(_plain("xwx")), (1,), nmse=1e-3, rows="int8"),
     _Row("nn.batched_linear", "cpu.batched_linear", _plain("xw"), (1,)),
     _Row("nn.rope", "cpu.rope", _plain("xxxx", 2, ["style", "scale"])),
     _Row("nn.swiglu", "cpu.swiglu", _plain("xww", attrs=["act"]), (1, 2), _act(*_PLAIN_GATES)),
@@ -261,24 +280,24 @@ _ROWS = (
         (4,),
     ),
     _Row("attn.sdpa", "cpu.sdpa", _sdpa),
-    _Row("moe.route", "cpu.moe_route", _route, check=_one_bias),
+    _Row("moe.route", "cpu.moe_route", _by_rows(_route), check=_one_bias),
     _Row(
         "moe.grouped_mlp",
         "cpu.grouped_mlp",
-        _plain("xxxwwxx", attrs=_ACT),
+        _by_rows(_plain("xxxwwxx", attrs=_ACT)),
         (3, 4),
         _act(*_GATES),
     ),
     _Row(
         "moe.grouped_mlp",
         "cpu.grouped_mlp_int8",
-        _plain("xxxwwxx", attrs=_ACT),
+        _by_rows(_plain("xxxwwxx", attrs=_ACT)),
         (3, 4),
         _act(*_GATES),
         nmse=3e-3,
         rows="int8",
     ),
-    _Row("tensor.add", "cpu.add", _plain("xx"), check=_same_shapes, nmse=0.0),
+    _Row("tensor.add", "cpu.add", _by_rows(_plain("xx")), check=_same_shapes, nmse=0.0),
     _Row("tensor.add3", "cpu.add3", _plain("xxx"), check=_same_shapes, nmse=0.0),
     _Row("tensor.mul", "cpu.mul", _mul, nmse=0.0),
     _Row("tensor.reshape", "cpu.copy", _copy, nmse=0.0),
