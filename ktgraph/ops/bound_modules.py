@@ -2,8 +2,8 @@
 
 A traced module is bound to its class's name (``Net``, a second live one ``Net.2``), and one of its
 submodules is ``Net/blocks.0.moe``.  A dump that is run again in another process finds nothing there
-until `bind_module` says what the name means.  Bindings hold modules weakly: what runs a graph keeps
-its modules alive.
+until `bind_module` says what the name means.  A traced module is held weakly: what runs its graph
+keeps it alive.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from ktgraph.errors import UnsupportedInputError
 
 _BOUND: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+_KEPT: dict[str, nn.Module] = {}  # what `bind_module` was given
 
 
 class UnboundModuleError(UnsupportedInputError):
@@ -25,7 +26,7 @@ class UnboundModuleError(UnsupportedInputError):
 def bind_module(name: str, module: nn.Module) -> None:
     """Let `torch.call {module = "name/…"}` mean submodules of `module`, e.g. to run a dump again.
 
-    The caller keeps the module alive.  An earlier binding of the name is replaced.
+    The module is kept until the name is bound again.
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(
@@ -35,7 +36,7 @@ def bind_module(name: str, module: nn.Module) -> None:
         raise UnsupportedInputError(
             f"bind_module({name!r}, …): expected the part before the slash, as in Net of Net/moe"
         )
-    _BOUND[name] = module
+    _BOUND[name] = _KEPT[name] = module
 
 
 def name_of(module: nn.Module) -> str:
