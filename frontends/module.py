@@ -148,7 +148,10 @@ def _traced(exporter: ModuleExporter, model: nn.Module) -> tuple[Exported, Impor
         try:
             return exported, import_module_graph(exported, model, type(model).__name__.lower())
         except NotAGraphError as error:
-            exporter.make_opaque(error.path, error.why, error.where)
+            if error.of_sizes and exporter.dynamic:
+                exporter.dynamic = False
+            else:
+                exporter.make_opaque(error.path, error.why, error.where)
 
 
 def _checked(
@@ -159,7 +162,7 @@ def _checked(
     tensors = [v for v in tree_flatten(exporter.run.result)[0] if isinstance(v, Tensor)]
     marked = tuple(_TENSOR if isinstance(v, Tensor) else v for v in tree_flatten(exporter.run.result)[0])
     form = CallForm(exported.arguments, exported.result, marked, len(tensors))
-    error = _error(imported, model, form, exporter.tensors, imported.example)
+    error = _error(imported, model, form, exporter.tensors, imported.example, before=tensors)
     bound = max(BOUNDS.get(p.dtype, 0.0) for p in [*model.parameters(), *_floats(exporter.tensors)])
     if error > bound:
         raise UnsupportedModelError(
@@ -186,15 +189,20 @@ def _error(
     form: CallForm,
     tensors: Sequence[Tensor],
     sizes: Mapping[str, int],
+    before: Sequence[Tensor] = (),
 ) -> float:
-    """The worst NMSE of the graph's results against the module's, on these tensors."""
+    """The worst NMSE of the graph's results against the module's, on these tensors.
+
+    before: what the module gave for them when it ran first.
+    """
     args, kwargs = form.arguments.fill([t.clone() for t in tensors])
     with torch.no_grad():
         want = [v for v in tree_flatten(model(*args, **kwargs))[0] if isinstance(v, Tensor)]
         source = ModelSource(model, imported.constants)
         interpreter = Interpreter(imported.module, WeightEvaluator(imported.module, source))
         got = interpreter.run("main", [t.clone() for t in tensors], sizes)
-    return max(_distance(g, w) for g, w in zip(got, want, strict=True))
+    pairs = [*zip(got, want, strict=True), *zip(before, want, strict=False)]
+    return max(_distance(g, w) for g, w in pairs)
 
 
 def _distance(got: Tensor, want: Tensor) -> float:

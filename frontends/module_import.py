@@ -37,13 +37,17 @@ _ROOT = "model."
 
 
 class NotAGraphError(UnsupportedModelError):
-    """A node that even torch.call cannot stand for: `path` is the module that holds it."""
+    """A node that even torch.call cannot stand for: `path` is the module that holds it.
 
-    def __init__(self, path: str, where: str, why: str) -> None:
+    of_sizes: because of a size that is no polynomial of those that vary; with fixed sizes it may do.
+    """
+
+    def __init__(self, path: str, where: str, why: str, *, of_sizes: bool = False) -> None:
         super().__init__(f"{where}: {why}")
         self.path = path
         self.where = where
         self.why = why
+        self.of_sizes = of_sizes
 
 
 @dataclass
@@ -174,11 +178,10 @@ class ModuleImporter(Importer):
         except ValueError as error:
             raise self._no_graph(node, str(error)) from error
 
-    def _no_graph(self, node: fx.Node, why: str) -> NotAGraphError:
-        path, cls = self._module(node)
-        found = self.unsupported(why)
-        line = str(found).split("\n")[0].split(": ")[0]
-        return NotAGraphError(path, line or f"{path or 'the model itself'} ({cls})", why)
+    def _no_graph(self, node: fx.Node, why: str, *, of_sizes: bool = False) -> NotAGraphError:
+        path, _ = self._module(node)
+        where = str(self.unsupported(why)).split("\n")[0].split(": ")[0]
+        return NotAGraphError(path, where, why, of_sizes=of_sizes)
 
     def _call_operator(self, node: fx.Node, cause: UnsupportedModelError) -> Imported:
         """The operator itself, by torch.call."""
@@ -209,7 +212,9 @@ class ModuleImporter(Importer):
         try:
             shapes = tuple(tuple(self.dim(n) for n in v.shape) for v in vals)
             dtypes = tuple(dtype_name(v.dtype) for v in vals)
-        except (UnsupportedModelError, ValueError) as error:
+        except ValueError as error:
+            if isinstance(error, NotAGraphError):
+                raise
             why = f"{node.target} makes a tensor whose size or dtype no type of the IR has"
             raise self._no_graph(node, f"{why} ({_reason(error)})") from error
         full = {**attrs, "sizes": tuple(writer.sizes), "dtypes": dtypes, "shapes": shapes}
@@ -238,12 +243,15 @@ class ModuleImporter(Importer):
             return Dim.of(size.meta["val"])
         return super().dim(size)
 
-    def dims(self, node: object) -> Dims:
+    def _dim(self, expr: Any) -> Dim:
+        known = {str(s) for s in expr.free_symbols} <= self._symbols.keys()
         try:
-            return super().dims(node)
+            return super()._dim(expr)
+        except NotAGraphError:
+            raise
         except UnsupportedModelError as error:
-            assert isinstance(node, fx.Node)
-            raise self._no_graph(node, _reason(error)) from error
+            assert self.node is not None
+            raise self._no_graph(self.node, _reason(error), of_sizes=known) from error
 
 
 def _is_ids(node: fx.Node) -> bool:
