@@ -12,7 +12,7 @@ import torch
 from ktgraph.ops.attn import attend
 from ktgraph.ops.nn import act, layer_norm
 from ktgraph.ops.registry import register_kernel
-from ktgraph.ops.tensor import reshape
+from ktgraph.ops.tensor import reshape, scale
 from ktgraph.ops.torch_call import torch_call
 
 _OWN = (
@@ -27,6 +27,7 @@ def register_all() -> None:
         register_kernel(op, name, "cpu", launch=function)
         register_kernel(op, name, "cuda", into=_into(function), nmse=1e-4)
     register_kernel("nn.act", "torch.act", "cpu", launch=act)
+    register_kernel("tensor.scale", "torch.scale", "cpu", launch=scale)
     register_kernel("tensor.reshape", "torch.copy", "cpu", launch=reshape, nmse=0.0)
     register_kernel("torch.call", "torch.eager", "cpu", launch=torch_call, nmse=0.0)
 

@@ -1,0 +1,263 @@
+"""kt.compile of plain modules: results of eager, on the CPU and on the simulated GPU; dumps; errors."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_modules import SPELLINGS, Block, Capacity, MoeLayer, Net, SoftmaxFirst, WhereLoop, nmse
+from torch import nn
+
+import ktgraph as kt
+from ktgraph.drive import one_thread
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.frontends.module import OpaqueCallWarning
+from ktgraph.ir.parser import parse_file, parse_module
+from ktgraph.pass_manager import PassManager
+from ktgraph.recorded import read_recorded
+from ktgraph.stages import FallbackWarning
+
+SIMULATED = kt.hybrid(gpu="simulated")
+TARGETS = {"cpu": "cpu", "simulated": SIMULATED}
+BOUND = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread(), torch.no_grad():
+        yield
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(100, shape)
+
+
+def compiled(model: nn.Module, example: Any, target: str = "cpu", **options: Any) -> Any:
+    """The compiled module, validated, and without an unexpected warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        return kt.compile(
+            model.eval(), TARGETS[target], example_inputs=example, validate=1, **options
+        )
+
+
+def names(exe: Any) -> list[str]:
+    return [op.name for op in exe.module.walk()]
+
+
+# ---------------------------------------------------------------- MoE layers
+
+
+@pytest.mark.parametrize("layer", SPELLINGS, ids=lambda c: c.__name__)
+def test_every_spelling_equals_eager_and_holds_a_grouped_mlp(layer: type[MoeLayer]):
+    net = Net(layer())
+    exe = compiled(net, ids(2, 5))
+    assert "moe.route" in names(exe)
+    assert "moe.grouped_mlp" in names(exe)
+    assert "torch.call" not in names(exe)
+    for shape in ((2, 5), (3, 7), (1, 1)):
+        x = ids(*shape)
+        assert nmse(exe(x), net(x)) < BOUND
+    assert str(parse_module(str(exe.module))) == str(exe.module)
+
+
+@pytest.mark.parametrize("experts", ["cuda:0", "cpu"])
+def test_a_layer_runs_beside_the_simulated_gpu(experts: str, tmp_path: Path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"- match: {{class: moe.grouped_mlp}}\n  replace: {{device: {experts}}}\n")
+    net = Net(SoftmaxFirst())
+    exe = compiled(net, ids(2, 5), "simulated", rules=str(rules))
+    (routed,) = (op for op in exe.module.walk() if op.name == "moe.grouped_mlp")
+    assert (routed.result.type.device or "cuda:0") == experts
+    for shape in ((2, 5), (1, 1), (4, 9)):
+        x = ids(*shape)
+        assert nmse(exe(x), net(x)) < BOUND
+
+
+def test_more_tokens_than_one_call_holds_take_several():
+    net = Net(WhereLoop())
+    exe = compiled(net, ids(2, 5), max_tokens=16)
+    x = ids(7, 11)
+    assert nmse(exe(x), net(x)) < BOUND
+
+
+def test_weights_may_be_quantized():
+    net = Net(WhereLoop())
+    exe = compiled(net, ids(2, 5), quantize="experts=int8")
+    x = ids(4, 9)
+    assert 1e-12 < nmse(exe(x), net(x)) < 1e-2
+    with pytest.raises(kt.KtgraphError, match="exact"):
+        kt.compile(net, "cpu", example_inputs=ids(2, 5), quantize="experts=int8", exact=True)
+
+
+# ---------------------------------------------------------------- calls left to torch
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_stays_with_torch_runs_at_its_place(target: str):
+    block = Block(mlp=Capacity())
+    with pytest.warns(OpaqueCallWarning, match=r"mlp \(Capacity\), .*plain_modules.py:\d+") as found:
+        exe = compiled(block, torch.randn(2, 5, 32), target)
+    assert Path(found[0].filename) == Path(__file__)
+    (call,) = (op for op in exe.module.walk() if op.name == "torch.call")
+    assert call.result.type.device == (None if target == "cpu" else "cpu")
+    for shape in ((2, 5, 32), (3, 7, 32), (1, 2, 32)):
+        x = torch.randn(shape)
+        assert nmse(exe(x), block(x)) < BOUND
+    assert "no cost rule: FLOPs unknown" in exe.explain("%mlp")
+    assert "without a cost rule (FLOPs not counted): torch.call" in exe.cost_analysis().at(T=10).table()
+    assert str(parse_module(str(exe.module))) == str(exe.module)
+
+
+def test_a_rule_cannot_put_a_call_on_the_gpu(tmp_path: Path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: torch.call}\n  replace: {device: cuda:0}\n")
+    with (
+        pytest.warns(OpaqueCallWarning),
+        pytest.raises(kt.KtgraphError, match="torch.call runs on the cpu"),
+    ):
+        compiled(Block(mlp=Capacity()), torch.randn(2, 5, 32), "simulated", rules=str(rules))
+
+
+def test_a_dump_goes_on_and_runs_once_its_module_is_bound(tmp_path: Path):
+    """The text alone goes through every pass; to run it, the name must mean a module."""
+
+    class Custom(Block):
+        pass
+
+    block = Custom(mlp=Capacity())
+    with pytest.warns(OpaqueCallWarning):
+        exe = compiled(block, torch.randn(2, 5, 32), dump=tmp_path)
+    x = torch.randn(2, 5, 32)
+    want = exe(x)
+    (folder,) = tmp_path.iterdir()
+    recorded = read_recorded(folder / "00-import.ktir")
+    assert 'module = "Custom/mlp"' in str(recorded.module)
+    weights = {k: v.clone() for k, v in block.state_dict().items()}
+    del exe, block
+    gc.collect()
+
+    assert recorded.rest is not None
+    report = PassManager().run(recorded.module, recorded.rest, recorded.context(), validate=1)
+    assert "not run" in report.records[1].how
+    assert recorded.module.structural_hash() == parse_file(folder / "17-lower.ktir").structural_hash()
+
+    again = Custom(mlp=Capacity()).eval()
+    again.load_state_dict(weights)
+    kt.bind_module("Custom", again)
+    report = PassManager().run(
+        parse_file(folder / "00-import.ktir"), "default", recorded.context(), validate=1
+    )
+    assert report.records[1].error == 0
+    assert torch.equal(again(x), Custom.forward(again, x))
+    assert nmse(want, again(x)) < BOUND
+
+
+# ---------------------------------------------------------------- other modules
+
+
+class _TwoTowers(nn.Module):
+    """Keyword arguments, a constant, several results, one of them of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor, other: dict[str, torch.Tensor], scale: float) -> Any:
+        y = self.left(x) * scale + self.right(other["y"])
+        return {"sum": y, "pair": (torch.relu(y), scale)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_arguments_and_results_keep_their_form(target: str):
+    model = _TwoTowers()
+    example = (torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.5)
+    exe = compiled(model, example, target)
+    args = (torch.randn(11, 6), {"y": torch.randn(11, 6)}, 0.5)
+    got, want = exe(*args), model(*args)
+    assert nmse(got["sum"], want["sum"]) < BOUND
+    assert nmse(got["pair"][0], want["pair"][0]) < BOUND
+    assert got["pair"][1] == 0.5
+
+
+def test_sizes_that_mix_tokens_are_compiled_anew_and_kept():
+    block = Block()
+    exe = compiled(block, torch.randn(2, 5, 32))
+    assert "@main is compiled for b = 2, s = 5" in str(exe.passes)
+    for n in (*range(1, 10), 3):
+        x = torch.randn(1, n, 32)
+        assert nmse(exe(x), block(x)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Linear(6, 10), nn.SiLU(), nn.Linear(10, 3)), (6,)),
+        (nn.Linear(6, 3), (6,)),
+        (nn.LayerNorm(6), (2, 3, 4, 6)),
+        (nn.Conv1d(4, 5, 3), (2, 4, 9)),
+    ],
+    ids=["mlp", "linear", "norm", "conv"],
+)
+def test_small_modules_of_torch_itself(model: nn.Module, shape: tuple[int, ...]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OpaqueCallWarning)
+        exe = compiled(model, torch.randn(shape))
+    x = torch.randn(shape)
+    assert nmse(exe(x), model(x)) < BOUND
+
+
+def test_stages_can_be_asked():
+    traced = kt.trace(Net(WhereLoop()).eval(), example_inputs=ids(2, 5))
+    assert traced.lifted == {"moe": "top 2 of 8 experts (softmax_after_topk, silu)"}
+    assert traced.opaque == {}
+    lowered = traced.lower("cpu", "default,-fuse-norms")
+    assert "moe.grouped_mlp" in lowered.diff("moe-group")
+    exe = lowered.compile()
+    x = ids(3, 4)
+    assert [e.kernel for e in exe.measure(x)] == [op.via for op in exe.module.walk()]
+    assert exe.memory_analysis().of("cpu", "weights") > 0
+    assert re.search(r"cpu\.grouped_mlp", exe.explain("%routed"))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_errors_name_the_argument_and_what_was_expected():
+    exe = compiled(Net(WhereLoop()), ids(2, 5))
+    other = compiled(Block(), torch.randn(2, 5, 32))
+    for call, why in [
+        (lambda: exe(torch.randn(2, 5)), r"%x is \[2, 5\] torch.float32, expected i64\[b, s\]"),
+        (lambda: exe(ids(5)), r"%x is \[5\] torch.int64, expected i64\[b, s\]"),
+        (lambda: exe(ids(0, 5)), r"b in 1\.\."),
+        (lambda: other(torch.randn(2, 5, 31)), r"expected f32\[b, s, 32\] with b in"),
+        (lambda: exe(ids(2, 5), ids(2, 5)), "called with 2 tensors and 0 other values, but comp"),
+        (lambda: exe([ids(2, 5)]), "give the arguments that the example_inputs had"),
+        (lambda: exe.save("x.ktplan"), "causal language models only"),
+    ]:
+        with pytest.raises(UnsupportedInputError, match=why):
+            call()
+    towers = compiled(_TwoTowers(), (torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.5))
+    with pytest.raises(UnsupportedInputError, match="called with other constants"):
+        towers(torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.25)
+
+
+def test_what_is_no_module_or_has_no_example_is_refused():
+    x = torch.randn(2, 4)
+    for call, why in [
+        (lambda: kt.compile(nn.Linear(4, 4)), r"kt.compile\(module, example_inputs=\(x,\)\)"),
+        (lambda: kt.compile("folder", example_inputs=x), "go with a torch module, this is a str"),
+        (lambda: kt.trace(nn.Linear(4, 4), example_inputs=3), "example_inputs of type int"),
+        (
+            lambda: kt.trace(nn.Linear(4, 4), example_inputs=x, dtype="bf16"),
+            "a plain module computes in its own dtypes",
+        ),
+    ]:
+        with pytest.raises(UnsupportedInputError, match=why):
+            call()  # pyright: ignore[reportUnknownVariableType]
