@@ -86,9 +86,8 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
         return ModelInput(model, _card_of_model(model, tokenizer))
     if isinstance(model, nn.Module):
         raise UnsupportedInputError(
-            f"{type(model).__name__}: a torch module that is no causal language model of "
-            "transformers is traced from the arguments of one call: give them, as in "
-            "kt.compile(module, example_inputs=(x,))"
+            f"{type(model).__name__}: a torch module that is no transformers model is traced from "
+            f"the arguments of one call, as in kt.compile(module, example_inputs=(x,)); {SUPPORTED}"
         )
     if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")

@@ -122,7 +122,7 @@ def _plain(inputs: str, outputs: int = 1, attrs: Sequence[str] = ()) -> Emitter:
 
 
 def _by_rows(emit: Emitter) -> Emitter:
-    """Kernels of rows, for values with other leading axes: [2, 5, D] is seen as [10, D]."""
+    """Kernels of rows, for values of fixed sizes with other axes: [2, 5, D] is seen as [10, D]."""
 
     def emit_rows(o: Operands) -> list[Call]:
         return [([_as_rows(r) for r in operands], attrs) for operands, attrs in emit(o)]
@@ -134,7 +134,7 @@ def _as_rows(ref: OperandRef) -> OperandRef:
     if not isinstance(ref, TensorRef) or len(ref.view.dims) == 2:
         return ref
     *lead, last = ref.view.dims
-    if not lead and not last.is_const:
+    if not all(d.is_const for d in ref.view.dims):
         return ref
     dims = (product(lead), last)
     strides = reshaped_strides(ref.view, dims)
