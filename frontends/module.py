@@ -160,7 +160,9 @@ def _checked(
     """The trace, when the graph computes what the module does; None: only at other sizes not."""
     verify(imported.module)
     tensors = [v for v in tree_flatten(exporter.run.result)[0] if isinstance(v, Tensor)]
-    marked = tuple(_TENSOR if isinstance(v, Tensor) else v for v in tree_flatten(exporter.run.result)[0])
+    marked = tuple(
+        _TENSOR if isinstance(v, Tensor) else v for v in tree_flatten(exporter.run.result)[0]
+    )
     form = CallForm(exported.arguments, exported.result, marked, len(tensors))
     error = _error(imported, model, form, exporter.tensors, imported.example, before=tensors)
     bound = max(BOUNDS.get(p.dtype, 0.0) for p in [*model.parameters(), *_floats(exporter.tensors)])
@@ -210,7 +212,11 @@ def _distance(got: Tensor, want: Tensor) -> float:
         return float("inf")
     if want.is_floating_point() and bool(want.isfinite().all()):
         return nmse(got, want)
-    same = torch.equal(got.nan_to_num(), want.nan_to_num()) if want.is_floating_point() else torch.equal(got, want)
+    same = (
+        torch.equal(got.nan_to_num(), want.nan_to_num())
+        if want.is_floating_point()
+        else torch.equal(got, want)
+    )
     return 0.0 if same else float("inf")
 
 
@@ -228,7 +234,7 @@ def _holds_elsewhere(
     names = list(imported.module.syms)
     if not names:
         return True
-    others = dict(zip(names, _OTHER_SIZES, strict=False))
+    others: dict[str, int] = dict(zip(names, _OTHER_SIZES, strict=False))
     if not _agree(trace, imported, model, tensors, others, bound):
         return False
     if not _agree(trace, imported, model, tensors, dict.fromkeys(names, 1), bound):
@@ -296,7 +302,8 @@ def _warn(trace: ModuleTrace, model: nn.Module) -> None:
 
 def _shown(form: Arguments) -> str:
     tensors = len(form.tensors)
-    return f"{tensors} tensor{'s' if tensors != 1 else ''} and {len(form.leaves) - tensors} other values"
+    others = len(form.leaves) - tensors
+    return f"{tensors} tensor{'s' if tensors != 1 else ''} and {others} other values"
 
 
 __all__ = ["CallForm", "ModuleTrace", "OpaqueCallWarning", "trace_module"]

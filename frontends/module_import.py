@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ktgraph.frontends import module_rules as module_rules  # registers rules
 from ktgraph.frontends.errors import UnsupportedModelError
-from ktgraph.frontends.fx_import import Dims, Importer
+from ktgraph.frontends.fx_import import Importer
 from ktgraph.frontends.fx_values import Imported, Tensor
 from ktgraph.frontends.hf_build import Twin
 from ktgraph.frontends.hf_export import Export
@@ -39,7 +39,7 @@ _ROOT = "model."
 class NotAGraphError(UnsupportedModelError):
     """A node that even torch.call cannot stand for: `path` is the module that holds it.
 
-    of_sizes: because of a size that is no polynomial of those that vary; with fixed sizes it may do.
+    of_sizes: because of a size that is no polynomial of those that vary; fixed sizes may do.
     """
 
     def __init__(self, path: str, where: str, why: str, *, of_sizes: bool = False) -> None:
@@ -117,9 +117,9 @@ class ModuleImporter(Importer):
 
     def _constant(self, name: str) -> WeightRef:
         """A tensor that the model's code makes of constants."""
-        value = self.program.constants[name]
+        value: Any = self.program.constants[name]
         own = f"constants.{name.removeprefix(_ROOT)}"
-        self.constants[own] = cast("TorchTensor", value)
+        self.constants[own] = value
         self.module.add_weight(
             Weight(own, TensorType.of(dtype_name(value.dtype), *value.shape), source=own)
         )
@@ -188,8 +188,15 @@ class ModuleImporter(Importer):
         name = str(node.target)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self._no_graph(node, f"{name} has no import rule")
-        if any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments):
-            raise self._no_graph(node, f"{name} writes into a tensor in a way that stays after export")
+        if name.startswith("ktg."):  # a leaf op of ours, which torch cannot run
+            raise self._no_graph(node, _reason(cause))
+        if any(
+            a.alias_info is not None and a.alias_info.is_write
+            for a in node.target._schema.arguments
+        ):
+            raise self._no_graph(
+                node, f"{name} writes into a tensor in a way that stays after export"
+            )
         writer = ArgumentWriter(self._operand_of, self._size_of)
         try:
             args = writer.text(node.args, node.kwargs)
@@ -228,7 +235,7 @@ class ModuleImporter(Importer):
         return self.value(value)
 
     def _size_of(self, value: object) -> Dim | None:
-        if isinstance(value, fx.Node) or isinstance(value, torch.SymInt):
+        if isinstance(value, (fx.Node, torch.SymInt)):
             return self.dim(value)
         return None
 

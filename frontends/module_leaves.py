@@ -84,7 +84,9 @@ def _module_call_fake(inputs: list[Tensor], path: str) -> list[Tensor]:
     return [
         torch.empty([_size(n, axis, inputs) for axis, n in enumerate(shape)], dtype=dtype)
         if not inputs
-        else inputs[0].new_empty([_size(n, axis, inputs) for axis, n in enumerate(shape)], dtype=dtype)
+        else inputs[0].new_empty(
+            [_size(n, axis, inputs) for axis, n in enumerate(shape)], dtype=dtype
+        )
         for shape, dtype in zip(seen.outputs, seen.dtypes, strict=True)
     ]
 
@@ -136,6 +138,7 @@ def _expert_list_fake(
     act: str,
     order: str,
 ) -> Tensor:
+    torch._check(x.shape[-1] == first[0].shape[-1])  # the width is the weights', not a size to vary
     return torch.empty_like(x)
 
 

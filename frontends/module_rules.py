@@ -1,4 +1,4 @@
-"""Import rules that only plain modules need: their leaf ops, layer norms, attention without cache."""
+"""Import rules for plain modules: their leaf ops, layer norms, attention without a cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _rows(im: Importer, ref: WeightRef, start: int, rows: int, leaf: str) -> Wei
     e, _, *rest = type.dims
     attrs = (("axis", Dim.of(1)), ("start", Dim.of(start)), ("size", Dim.of(rows)))
     name = f"{ref.name}.{leaf}"
-    return _declare(im, name, TensorType(type.dtype, (e, Dim.of(rows), *rest)), Recipe("slice", (ref,), attrs))
+    return _declare(
+        im, name, TensorType(type.dtype, (e, Dim.of(rows), *rest)), Recipe("slice", (ref,), attrs)
+    )
 
 
 def _declare(im: Importer, name: str, type: TensorType, recipe: Recipe) -> WeightRef:

@@ -1,8 +1,8 @@
 """Hand-written MoE layers: found by their parts, probed, and traced as a router and its experts.
 
 A layer is looked at when it holds one `nn.ModuleList` of equal experts and a router weight with a
-row for each.  How its `forward` spells the dispatch (loops, masks, `index_add_`, `.item()`) plays no
-part: what it computes does (`moe_probe`).
+row for each.  How its `forward` spells the dispatch (loops, masks, `index_add_`, `.item()`) plays
+no part: what it computes does (`moe_probe`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _is_experts(module: nn.Module) -> bool:
     members = list(module.children())
     if not isinstance(module, nn.ModuleList) or len(members) < 2:
         return False
-    forms = {(type(m), str([(n, tuple(p.shape)) for n, p in m.named_parameters()])) for m in members}
+    forms = {
+        (type(m), str([(n, tuple(p.shape)) for n, p in m.named_parameters()])) for m in members
+    }
     return len(forms) == 1 and _has_weights(members[0])
 
 
@@ -74,10 +76,14 @@ def lift(candidate: Candidate, calls: list[tuple[tuple[Any, ...], dict[str, Any]
         ranks.add(args[0].dim())
     if any(t.is_meta for t in candidate.layer.parameters()):
         raise NotLiftedError("its weights are on the meta device, and a probe needs values")
-    if candidate.layer.training and any(isinstance(m, nn.Dropout) for m in candidate.layer.modules()):
+    if candidate.layer.training and any(
+        isinstance(m, nn.Dropout) for m in candidate.layer.modules()
+    ):
         raise NotLiftedError("it is in training mode, with dropout")
     if not ranks or min(ranks) < 2:
-        raise NotLiftedError("it is not called with tokens [..., D]" if ranks else "it is not called")
+        raise NotLiftedError(
+            "it is not called with tokens [..., D]" if ranks else "it is not called"
+        )
     try:
         forms = {str(f): f for f in (probe_layer(candidate, rank) for rank in sorted(ranks))}
     except NotLiftedError:

@@ -34,7 +34,9 @@ class NotLiftedError(ValueError):
 def run_wide(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The eager module, in float32 where its own weights are narrower."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if all(t.dtype in (torch.float32, torch.float64) or not t.is_floating_point() for _, t in tensors):
+    if all(
+        t.dtype in (torch.float32, torch.float64) or not t.is_floating_point() for _, t in tensors
+    ):
         return module(*args, **kwargs)
     wide = {n: t.float() if t.is_floating_point() else t for n, t in tensors}
     return functional_call(module, wide, args, kwargs)
@@ -185,7 +187,9 @@ class MoeForm:
         renorm = ", weights that sum to 1" if self.renorm else ""
         plus = f", plus {', '.join(self.extras)}" if self.extras else ""
         experts = len(self.candidate.members)
-        return f"top {self.top_k} of {experts} experts ({self.score}{renorm}, {self.expert.act}){plus}"
+        return (
+            f"top {self.top_k} of {experts} experts ({self.score}{renorm}, {self.expert.act}){plus}"
+        )
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,11 @@ def _inputs(candidate: Candidate, width: int) -> list[Tensor]:
 
 
 def _run(candidate: Candidate, expert: ExpertForm, x: Tensor, rank: int) -> _Run:
-    lead = [1] * (rank - 2) + [len(x)] if len(x) % 2 or rank == 2 else [*[1] * (rank - 3), 2, len(x) // 2]
+    lead = (
+        [1] * (rank - 2) + [len(x)]
+        if len(x) % 2 or rank == 2
+        else [*[1] * (rank - 3), 2, len(x) // 2]
+    )
     given = x.reshape(*lead, x.shape[-1])
     want = run_wide(candidate.layer, given.clone())
     if not isinstance(want, Tensor) or want.shape != given.shape:

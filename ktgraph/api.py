@@ -20,9 +20,7 @@ _DTYPES = {"auto": torch.float32, "f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @overload
-def trace(
-    model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = None
-) -> Traced: ...
+def trace(model: Model, *, dtype: str = "auto", tokenizer: str | Path | None = None) -> Traced: ...
 @overload
 def trace(
     model: nn.Module, *, dtype: str = "auto", example_inputs: ExampleInputs

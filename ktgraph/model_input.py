@@ -70,7 +70,7 @@ class ModelCard:
 class ModelInput:
     """A model that can be traced: a loaded one, or a checkpoint folder."""
 
-    model: nn.Module | Path
+    model: PreTrainedModel | Path
     card: ModelCard
 
 

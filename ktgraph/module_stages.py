@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ class TracedModule(Traced):
 
     def __init__(self, found: ModuleTrace, model: nn.Module) -> None:
         card = ModelCard(type(model).__name__, None, (), None, None)
-        super().__init__(found.module, ModelInput(model, card), "auto")
+        super().__init__(found.module, ModelInput(cast("Any", model), card), "auto")
         self.found = found
         self.model = model
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.cpu_kernels import NativeMissingError, load_native
@@ -135,7 +136,7 @@ class Traced:
 
 def weight_source(given: ModelInput) -> WeightSource:
     """Where the model's weights are read from."""
-    if isinstance(given.model, nn.Module):
+    if isinstance(given.model, PreTrainedModel):
         return ModelSource(given.model)
     return SafetensorsSource(given.model)
 

@@ -221,7 +221,9 @@ class _Flattener:
         flat = self._type(op.result.type, op, f"%{op.result.name}")
         given = op.operand(0)
         assert isinstance(flat, TensorType)
-        if isinstance(given, Value) and (self._lead_of(given) > 0) != (self._lead_of(op.result) > 0):
+        if isinstance(given, Value) and (self._lead_of(given) > 0) != (
+            self._lead_of(op.result) > 0
+        ):
             raise NotPerTokenError(op, "the reshape takes tokens into other axes")
         if isinstance(given, Value) and self.values[given].type == flat:
             self.values[op.result] = self.values[given]

@@ -184,4 +184,13 @@ def nmse(got: Tensor, want: Tensor) -> float:
     return float((got - want).double().square().sum() / want.double().square().sum())
 
 
-__all__ = ["SPELLINGS", "Block", "Capacity", "FeedForward", "MoeLayer", "Net", "SoftmaxFirst", "nmse"]
+__all__ = [
+    "SPELLINGS",
+    "Block",
+    "Capacity",
+    "FeedForward",
+    "MoeLayer",
+    "Net",
+    "SoftmaxFirst",
+    "nmse",
+]

@@ -119,8 +119,8 @@ def sdpa_rows(
 
 
 @op(
-    "attn.attend(q: f[..., H, M, A], k: f[..., G, N, A], v: f[..., G, N, V], mask: any[...m, M, N]?;"
-    " scale: float, causal: bool = false) -> f[..., H, M, V]",
+    "attn.attend(q: f[..., H, M, A], k: f[..., G, N, A], v: f[..., G, N, V],"
+    " mask: any[...m, M, N]?; scale: float, causal: bool = false) -> f[..., H, M, V]",
     flops=lambda d: 2.0 * d.nbytes(0) / (4 * d.A) * d.N * (d.A + d.V),
     cases=[case(T=1, H=4, G=2, M=5, N=9, A=16, V=8), case(T=1, H=3, G=3, M=7, N=7, A=8, V=8)],
 )

@@ -56,7 +56,9 @@ class ArgumentWriter:
             return f"#{len(self.sizes) - 1}"
         if isinstance(value, (list, tuple)):
             items = [self._one(v) for v in cast("Sequence[object]", value)]
-            inside = ", ".join(items) + ("," if isinstance(value, tuple) and len(items) == 1 else "")
+            inside = ", ".join(items) + (
+                "," if isinstance(value, tuple) and len(items) == 1 else ""
+            )
             return f"[{inside}]" if isinstance(value, list) else f"({inside})"
         if isinstance(value, dict):
             pairs = cast("dict[str, object]", value).items()
@@ -132,7 +134,9 @@ class _Reader:
         number = int(found.group(2))
         if number >= len(values):
             what = "operands" if found.group(1) == "x" else "sizes"
-            raise ArgumentError(f"args = {self.text!r} asks for number {number} of {len(values)} {what}")
+            raise ArgumentError(
+                f"args = {self.text!r} asks for number {number} of {len(values)} {what}"
+            )
         return values[number]
 
     def _of_torch(self, root: str, name: str) -> Any:

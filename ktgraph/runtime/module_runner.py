@@ -155,7 +155,11 @@ class ModuleRunner:
 
 def _is_flat(type: Type) -> bool:
     """Whether the first axis is T."""
-    return isinstance(type, TensorType) and bool(type.dims) and type.dims[0].names == {"T"}
+    return isinstance(type, TensorType) and "T" in _first_names(type)
+
+
+def _first_names(type: TensorType) -> frozenset[str]:
+    return type.dims[0].names if type.dims else frozenset()
 
 
 __all__ = ["ModuleRunner", "WeightStore"]

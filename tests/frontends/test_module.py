@@ -1,4 +1,4 @@
-"""trace_module: any module becomes a graph that computes what it does; what stays with torch is named."""
+"""trace_module: any module becomes a graph that computes what it does; the rest is named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_modules import SPELLINGS, Block, Capacity, MoeLayer, Net, Unique, WhereLoop, nmse
+from plain_modules import Block, Capacity, Dense, MoeLayer, Net, Unique, WhereLoop, nmse
 from torch import Tensor, nn
 
 from ktgraph.drive import one_thread
@@ -50,8 +50,8 @@ def run(trace: ModuleTrace, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------- MoE layers
 
 
-@pytest.mark.parametrize("layer", SPELLINGS, ids=lambda c: c.__name__)
-def test_every_spelling_becomes_a_router_and_experts(layer: type[MoeLayer]):
+@pytest.mark.parametrize("layer", [WhereLoop, Dense], ids=lambda c: c.__name__)
+def test_a_layer_becomes_a_router_and_experts(layer: type[MoeLayer]):
     net = Net(layer()).eval()
     trace = silent(net, torch.randint(100, (2, 5)))
     assert ops(trace) == [
@@ -63,6 +63,14 @@ def test_every_spelling_becomes_a_router_and_experts(layer: type[MoeLayer]):
     for shape in ((2, 5), (3, 7), (1, 1)):
         ids = torch.randint(100, shape)
         assert nmse(run(trace, net, ids), net(ids)) < 1e-10
+
+
+def test_a_layer_alone_keeps_the_width_of_its_weights():
+    layer = WhereLoop().eval()
+    trace = silent(layer, torch.randn(2, 5, 32))
+    assert [str(a.type) for a in trace.module.functions["main"].args] == ["f32[b, s, 32]"]
+    x = torch.randn(3, 1, 32)
+    assert nmse(run(trace, layer, x), layer(x)) < 1e-10
 
 
 def test_the_text_says_where_expert_weights_come_from_and_parses_back():
@@ -256,7 +264,9 @@ def test_models_that_cannot_be_traced_say_what_to_do():
 
 
 def test_inputs_that_the_module_itself_refuses_show_its_own_error_and_line():
-    with pytest.raises(UnsupportedInputError, match=r"fails on its example_inputs.*mat1 and mat2") as found:
+    with pytest.raises(
+        UnsupportedInputError, match=r"fails on its example_inputs.*mat1 and mat2"
+    ) as found:
         trace_module(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.randn(2, 5),))
     assert "Give inputs that the module itself takes" in str(found.value)
 

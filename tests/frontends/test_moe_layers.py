@@ -1,15 +1,15 @@
-"""Hand-written MoE layers: found by their parts, believed only when they compute what they look like."""
+"""Hand-written MoE layers: found by their parts, believed only when they compute the formula."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_modules import SPELLINGS, Capacity, FeedForward, MoeLayer, Net, Unique, WhereLoop
 from torch import Tensor, nn
 
 from ktgraph.frontends.moe_layers import candidates, lift
 from ktgraph.frontends.moe_probe import MoeForm, NotLiftedError, nmse
-from plain_modules import SPELLINGS, Capacity, FeedForward, MoeLayer, Net, Unique, WhereLoop
 
 
 def _form(layer: nn.Module, shape: tuple[int, ...] = (2, 5, 32)) -> MoeForm:
@@ -69,6 +69,7 @@ class _Router(nn.Module):
     def __init__(self, dim: int, experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(experts, dim) * dim**-0.5)
+        self.correction: Tensor
         self.register_buffer("correction", torch.randn(experts) * 0.3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

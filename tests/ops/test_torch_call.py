@@ -177,7 +177,9 @@ def test_arguments_are_written_and_read_back():
     assert named == {"memory_format": torch.contiguous_format, "device": None}
 
 
-@pytest.mark.parametrize("text", ["__import__('os')", "torch.load", "%0.shape", "len(%0)", "x", "("])
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "torch.load", "%0.shape", "len(%0)", "x", "("]
+)
 def test_nothing_but_literals_is_read(text: str):
     with pytest.raises(ArgumentError):
         read_arguments(text, [1], [])

@@ -11,8 +11,8 @@ import torch
 
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.arena import slot_nbytes
+from ktgraph.runtime.cache import CacheShape, InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
