@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ktgraph.drive import one_thread
 from ktgraph.errors import KtgraphError, UnsupportedInputError
 from ktgraph.frontends.errors import UnsupportedModelError
-from ktgraph.frontends.module_export import Arguments, Exported, ModuleExporter, Opaque
+from ktgraph.frontends.module_export import TENSOR, Arguments, Exported, ModuleExporter, Opaque
 from ktgraph.frontends.module_import import ImportedModule, NotAGraphError, import_module_graph
 from ktgraph.frontends.moe_probe import MoeForm, nmse
 from ktgraph.ir.graph import Module
@@ -29,6 +31,7 @@ from ktgraph.weights.sources import ModelSource
 
 # Largest NMSE between the graph and the module, by the narrowest dtype of the module's weights.
 BOUNDS = {torch.float64: 1e-20, torch.float32: 1e-10, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+_SMALL = 8_000_000  # parameters
 _OTHER_SIZES = (3, 7, 5, 2, 11, 13, 4, 6, 9)
 
 
@@ -42,8 +45,7 @@ class CallForm:
 
     arguments: Arguments
     result: TreeSpec
-    leaves: tuple[Any, ...]  # of the result, with None in place of tensors
-    returned: int  # tensors of the result
+    leaves: tuple[Any, ...]  # of the result, with TENSOR in place of tensors
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call like the example's; raises UnsupportedInputError."""
@@ -63,14 +65,8 @@ class CallForm:
     def results(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns, around these tensors."""
         rest = iter(tensors)
-        leaves = [next(rest) if is_tensor else v for v, is_tensor in self._leaves()]
+        leaves = [next(rest) if v is TENSOR else v for v in self.leaves]
         return tree_unflatten(leaves, self.result)
-
-    def _leaves(self) -> list[tuple[Any, bool]]:
-        return [(None, True) if v is _TENSOR else (v, False) for v in self.leaves]
-
-
-_TENSOR = object()
 
 
 @dataclass
@@ -99,7 +95,20 @@ def trace_module(
     torch.  Raises UnsupportedModelError, or UnsupportedInputError for inputs that do not fit.
     """
     _check_model(model, args, kwargs or {})
-    exporter = ModuleExporter(model, tuple(args), dict(kwargs or {}))
+    with _threads(model):
+        found = _trace(model, args, kwargs or {})
+    _warn(found, model)
+    return found
+
+
+def _threads(model: nn.Module) -> AbstractContextManager[None]:
+    """Small models run on one thread: others would only wait for each other."""
+    is_small = sum(p.numel() for p in model.parameters()) < _SMALL
+    return one_thread() if is_small else nullcontext()
+
+
+def _trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleTrace:
+    exporter = ModuleExporter(model, tuple(args), dict(kwargs))
     exported, imported = _traced(exporter, model)
     found = _checked(exporter, model, exported, imported)
     if found is None:  # at other sizes it computes something else: then it is fixed to these
@@ -107,7 +116,6 @@ def trace_module(
         exported, imported = _traced(exporter, model)
         found = _checked(exporter, model, exported, imported)
         assert found is not None
-    _warn(found, model)
     return found
 
 
@@ -160,10 +168,7 @@ def _checked(
     """The trace, when the graph computes what the module does; None: only at other sizes not."""
     verify(imported.module)
     tensors = [v for v in tree_flatten(exporter.run.result)[0] if isinstance(v, Tensor)]
-    marked = tuple(
-        _TENSOR if isinstance(v, Tensor) else v for v in tree_flatten(exporter.run.result)[0]
-    )
-    form = CallForm(exported.arguments, exported.result, marked, len(tensors))
+    form = CallForm(exported.arguments, exported.result, exported.result_leaves)
     error = _error(imported, model, form, exporter.tensors, imported.example, before=tensors)
     bound = max(BOUNDS.get(p.dtype, 0.0) for p in [*model.parameters(), *_floats(exporter.tensors)])
     if error > bound:

@@ -26,6 +26,7 @@ from ktgraph.frontends.moe_probe import MoeForm
 from ktgraph.ops.call_args import ArgumentError, ArgumentWriter
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+TENSOR = object()  # among the leaves of a result: a tensor stands here
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Exported:
     program: ExportedProgram
     arguments: Arguments
     result: TreeSpec
-    result_leaves: tuple[Any, ...]  # with None in place of tensors
+    result_leaves: tuple[Any, ...]  # with TENSOR in place of tensors
     calls: OpaqueCalls
     forms: dict[str, MoeForm]
     refused: dict[str, str]
@@ -138,7 +139,7 @@ class ModuleExporter:
             )
             program = program.run_decompositions({})  # in-place ops become plain ones
         leaves, spec = tree_flatten(self.run.result)
-        kept = tuple(None if isinstance(v, Tensor) else v for v in leaves)
+        kept = tuple(TENSOR if isinstance(v, Tensor) else v for v in leaves)
         return Exported(
             program, self.arguments, spec, kept, calls, self.forms, self.refused, self.opaque
         )
@@ -209,13 +210,10 @@ def _opaque_forward(path: str, calls: OpaqueCalls) -> Any:
         _, tensors = Arguments.of(args, kwargs)
         seen = calls.find(path, tensors)
         results = iter(torch.ops.ktg.module_call(tensors, path))
-        leaves = [next(results) if c is _TENSOR else c for c in seen.constants]
+        leaves = [next(results) if c is TENSOR else c for c in seen.constants]
         return tree_unflatten(leaves, seen.spec)
 
     return forward
-
-
-_TENSOR = object()  # in the constants of a result: a tensor stands here
 
 
 class _EagerRun:
@@ -286,7 +284,7 @@ class _EagerRun:
                     tuple(t.dtype for t in tensors),
                     text,
                     spec,
-                    tuple(_TENSOR if isinstance(v, Tensor) else v for v in leaves),
+                    tuple(TENSOR if isinstance(v, Tensor) else v for v in leaves),
                 )
             )
         return found
@@ -316,4 +314,4 @@ def _patched(model: nn.Module, forwards: Mapping[str, Any]) -> Iterator[None]:
                 module.__dict__["forward"] = old
 
 
-__all__ = ["Arguments", "Exported", "ModuleExporter", "Opaque"]
+__all__ = ["TENSOR", "Arguments", "Exported", "ModuleExporter", "Opaque"]

@@ -31,7 +31,7 @@ class SeenCall:
     dtypes: tuple[torch.dtype, ...]  # of the outputs
     args: str  # how the tensors are passed, as `torch.call` writes it
     spec: TreeSpec  # of the result
-    constants: tuple[Any, ...]  # leaves of the result; tensors are None
+    constants: tuple[Any, ...]  # leaves of the result, marked where tensors stand
 
 
 @dataclass

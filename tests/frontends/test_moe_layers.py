@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from plain_modules import SPELLINGS, Capacity, FeedForward, MoeLayer, Net, Unique, WhereLoop
 from torch import Tensor, nn
 
+from ktgraph.drive import one_thread
 from ktgraph.frontends.moe_layers import candidates, lift
 from ktgraph.frontends.moe_probe import MoeForm, NotLiftedError, nmse
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def _form(layer: nn.Module, shape: tuple[int, ...] = (2, 5, 32)) -> MoeForm:
