@@ -109,14 +109,12 @@ def _threads(model: nn.Module) -> AbstractContextManager[None]:
 
 def _trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleTrace:
     exporter = ModuleExporter(model, tuple(args), dict(kwargs))
-    exported, imported = _traced(exporter, model)
-    found = _checked(exporter, model, exported, imported)
-    if found is None:  # at other sizes it computes something else: then it is fixed to these
-        exporter.dynamic = False
+    while True:
         exported, imported = _traced(exporter, model)
         found = _checked(exporter, model, exported, imported)
-        assert found is not None
-    return found
+        if found is not None:
+            return found
+        exporter.fix_more()  # at other sizes it computes something else
 
 
 def _check_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -156,9 +154,7 @@ def _traced(exporter: ModuleExporter, model: nn.Module) -> tuple[Exported, Impor
         try:
             return exported, import_module_graph(exported, model, type(model).__name__.lower())
         except NotAGraphError as error:
-            if error.of_sizes and exporter.dynamic:
-                exporter.dynamic = False
-            else:
+            if not (error.of_sizes and exporter.fix_more()):
                 exporter.make_opaque(error.path, error.why, error.where)
 
 

@@ -102,12 +102,15 @@ class _ModelFailedError(Exception):
 
 @dataclass
 class ModuleExporter:
-    """Exports one model, again when more of it must be opaque.  `dynamic`: sizes may vary."""
+    """Exports one model, again when more of it must be opaque.
+
+    varying: how many leading axes of each input may vary; `fix_more` lowers it.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    dynamic: bool = True
+    varying: int = 99
     opaque: dict[str, Opaque] = field(default_factory=dict[str, Opaque])
 
     def __post_init__(self) -> None:
@@ -145,9 +148,15 @@ class ModuleExporter:
         )
 
     def _shapes(self) -> Any:
-        if not self.dynamic:
-            return None
-        return (tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in self.tensors),)
+        axes = [range(min(t.dim(), self.varying)) for t in self.tensors]
+        return (tuple(dict.fromkeys(a, Dim.AUTO) for a in axes),)
+
+    def fix_more(self) -> bool:
+        """Let the first axis alone vary, then none; False when none does already."""
+        if self.varying == 0:
+            return False
+        self.varying = 1 if self.varying > 1 else 0
+        return True
 
     def _forwards(self, calls: OpaqueCalls) -> dict[str, Any]:
         inside = [p + "." if p else "" for p in self.opaque]

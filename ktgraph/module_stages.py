@@ -208,8 +208,9 @@ class CompiledModule:
                 ranges = ", ".join(f"{n} in {lo}..{hi}" for n, (lo, hi) in ir.syms.items())
                 raise UnsupportedInputError(
                     f"%{arg.name} is {shown}, expected {type}"
-                    f"{f' with {ranges}' if ranges else ''}; sizes that are numbers here are part "
-                    "of the module, or fixed by example_inputs with an axis of size 1"
+                    f"{f' with {ranges}' if ranges else ''}. Sizes that are numbers here are the "
+                    "module's own, or its code depends on them, or they were 1 in the "
+                    "example_inputs: for others compile it again with inputs of these sizes"
                 )
         return {name: sizes[name] for name in ir.syms}
 

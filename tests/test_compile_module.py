@@ -206,22 +206,54 @@ def test_sizes_that_mix_tokens_are_compiled_anew_and_the_last_are_kept(
         assert nmse(exe(x), block(x)) < BOUND
 
 
+class _Rotated(nn.Module):
+    """Tables made of positions and a buffer, a causal mask of -inf, matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs: torch.Tensor
+        self.register_buffer("freqs", 100.0 ** -(torch.arange(4) / 4), persistent=False)
+        self.q = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, d = x.shape
+        angles = torch.arange(s)[:, None] * self.freqs[None]
+        cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+        left, right = self.q(x).view(b, s, 2, 8).chunk(2, -1)
+        q = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).transpose(1, 2)
+        seen = torch.tril(torch.ones(s, s, dtype=torch.bool))
+        scores = (q @ q.transpose(-1, -2)).masked_fill(~seen, float("-inf"))
+        return (scores.softmax(-1) @ q).transpose(1, 2).reshape(b, s, d)
+
+
+_IMAGE = nn.Sequential(
+    nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+    nn.Linear(4 * 9, 5),
+)  # fmt: skip
+_ENCODER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
 @pytest.mark.parametrize(
-    ("model", "shape"),
+    ("model", "shape", "other", "target"),
     [
-        (nn.Sequential(nn.Linear(6, 10), nn.SiLU(), nn.Linear(10, 3)), (6,)),
-        (nn.Linear(6, 3), (6,)),
-        (nn.LayerNorm(6), (2, 3, 4, 6)),
-        (nn.Conv1d(4, 5, 3), (2, 4, 9)),
+        (nn.Sequential(nn.Linear(6, 10), nn.SiLU(), nn.Linear(10, 3)), (6,), (6,), "cpu"),
+        (nn.LayerNorm(6), (2, 3, 4, 6), (5, 1, 2, 6), "cpu"),
+        (_IMAGE, (2, 3, 6, 6), (4, 3, 6, 6), "simulated"),  # only the batch can vary
+        (_ENCODER, (2, 5, 16), (3, 1, 16), "cpu"),
+        (_Rotated(), (2, 5, 16), (1, 9, 16), "simulated"),
     ],
-    ids=["mlp", "linear", "norm", "conv"],
+    ids=["mlp", "norm", "image", "encoder", "rotated"],
 )
-def test_small_modules_of_torch_itself(model: nn.Module, shape: tuple[int, ...]):
+def test_modules_of_many_kinds(
+    model: nn.Module, shape: tuple[int, ...], other: tuple[int, ...], target: str
+):
+    model.eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OpaqueCallWarning)
-        exe = compiled(model, torch.randn(shape))
-    x = torch.randn(shape)
-    assert nmse(exe(x), model(x)) < BOUND
+        warnings.simplefilter("ignore", UserWarning)  # of what stays with torch
+        exe = kt.compile(model, TARGETS[target], example_inputs=torch.randn(shape), validate=1)
+        for sizes in (shape, other):
+            x = torch.randn(sizes)
+            assert nmse(exe(x), model(x)) < BOUND
 
 
 def test_stages_can_be_asked():

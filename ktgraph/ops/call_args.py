@@ -1,7 +1,7 @@
 """Arguments of a `torch.call` as text: ``%0, [#0, 3], dim=-1, dtype=torch.float32``.
 
-``%k`` is operand k, ``#k`` is entry k of the attribute `sizes`; the rest is Python's own literals
-and torch's dtypes, layouts and memory formats.
+``%k`` is operand k, ``#k`` is entry k of the attribute `sizes`; the rest is Python's own literals,
+inf and nan, and torch's dtypes, layouts and memory formats.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ktgraph.ir.dims import Dim
 
 _MARKS = re.compile(r"""("[^"]*"|'[^']*')|%(\d+)|#(\d+)""")
 _PLAIN = (type(None), bool, int, float, str)
+_NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -67,15 +68,13 @@ class ArgumentWriter:
             return repr(str(value))
         if isinstance(value, _TORCH):
             return str(value)
-        if isinstance(value, _PLAIN) and not _is_odd(value):
+        if isinstance(value, _PLAIN) and not _has_marks(value):
             return repr(value)
         raise ArgumentError(f"an argument of type {type(value).__name__} ({value!r})"[:200])
 
 
-def _is_odd(value: object) -> bool:
-    """Numbers that Python prints without being able to read them, and texts that hold marks."""
-    if isinstance(value, float):
-        return value != value or value in (float("inf"), float("-inf"))
+def _has_marks(value: object) -> bool:
+    """Texts whose quotes `repr` would have to escape."""
     return isinstance(value, str) and ('"' in value or "'" in value or "\\" in value)
 
 
@@ -127,6 +126,8 @@ class _Reader:
         raise self._refused(ast.unparse(node))
 
     def _mark(self, name: str) -> Any:
+        if name in _NUMBERS:
+            return _NUMBERS[name]
         found = re.fullmatch(r"_([xn])(\d+)", name)
         if found is None:
             raise self._refused(name)

@@ -125,21 +125,26 @@ def _by_rows(emit: Emitter) -> Emitter:
     """Kernels of rows, for values of fixed sizes with other axes: [2, 5, D] is seen as [10, D]."""
 
     def emit_rows(o: Operands) -> list[Call]:
-        return [([_as_rows(r) for r in operands], attrs) for operands, attrs in emit(o)]
+        return [(_as_rows(operands), attrs) for operands, attrs in emit(o)]
 
     return emit_rows
 
 
-def _as_rows(ref: OperandRef) -> OperandRef:
-    if not isinstance(ref, TensorRef) or len(ref.view.dims) == 2:
-        return ref
+def _as_rows(operands: Sequence[OperandRef]) -> Sequence[OperandRef]:
+    """All of them as matrices, or none: where strides do not allow it the kernel refuses."""
+    seen = [_rows_of(r) if isinstance(r, TensorRef) else r for r in operands]
+    lost = any(r is None and given is not None for r, given in zip(seen, operands, strict=True))
+    return operands if lost else seen
+
+
+def _rows_of(ref: TensorRef) -> TensorRef | None:
     *lead, last = ref.view.dims
-    if not all(d.is_const for d in ref.view.dims):
+    if len(lead) == 1 or not all(d.is_const for d in ref.view.dims):
         return ref
     dims = (product(lead), last)
     strides = reshaped_strides(ref.view, dims)
     if strides is None:
-        return ref
+        return None
     return replace(ref, view=replace(ref.view, dims=dims, strides=strides))
 
 
@@ -222,7 +227,13 @@ def _same_shapes(op: Op, module: Module) -> bool | Refusal:
     return True if len(shapes) == 1 else no("it does not broadcast", op)
 
 
+def _of_values(op: Op, module: Module) -> bool | Refusal:
+    return True if not op.weights else no("it copies values, this is a weight", op)
+
+
 def _last_axis(op: Op, module: Module) -> bool | Refusal:
+    if op.weights:
+        return _of_values(op, module)
     axis = op.attrs.get("axis")
     last = op.results[0].tensor.rank - 1
     if axis is None or axis in (Dim.of(-1), Dim.of(last)):
@@ -303,8 +314,8 @@ _ROWS = (
     _Row("tensor.add", "cpu.add", _by_rows(_plain("xx")), check=_same_shapes, nmse=0.0),
     _Row("tensor.add3", "cpu.add3", _plain("xxx"), check=_same_shapes, nmse=0.0),
     _Row("tensor.mul", "cpu.mul", _mul, nmse=0.0),
-    _Row("tensor.reshape", "cpu.copy", _copy, nmse=0.0),
-    _Row("tensor.cast", "cpu.copy", _copy, nmse=0.0),
+    _Row("tensor.reshape", "cpu.copy", _copy, check=_of_values, nmse=0.0),
+    _Row("tensor.cast", "cpu.copy", _copy, check=_of_values, nmse=0.0),
     _Row("tensor.concat", "cpu.copy", _concat, check=_last_axis, nmse=0.0),
     _Row("logits.gather", "cpu.gather_rows", _plain("xx"), nmse=0.0),
 )
