@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.explain import explain as explain_op
-from ktgraph.frontends.module import CallForm, ModuleTrace, trace_module
+from ktgraph.frontends.module import CallForm, ModuleTrace, OpaqueCallWarning, trace_module
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.example import set_example
 from ktgraph.ir.graph import Module
 from ktgraph.ir.types import TensorType, Type
 from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.ops.tensor import dtype_name
-from ktgraph.pass_api import PassContext
 from ktgraph.pass_report import PassReport
 from ktgraph.runtime.executor import TraceEvent
 from ktgraph.runtime.module_runner import ModuleRunner, WeightStore
@@ -136,16 +135,17 @@ class CompiledModule:
     """A compiled module: call it as the module itself.  Not safe from several threads at once.
 
     A module that treats tokens one by one takes any number of them.  Any other is compiled for the
-    sizes of the example, and again for the sizes of a call that differs (the last 8 are kept).
+    sizes of the example, and again for the sizes of a call that differs (the last 8 are kept); it
+    is traced anew where its code depends on them.
     """
 
-    def __init__(self, lowered: LoweredModule) -> None:
+    def __init__(self, lowered: LoweredModule, store: WeightStore | None = None) -> None:
         self.lowered = lowered
-        self._store = WeightStore()
+        self._store = store or WeightStore()
         self._main = lowered.runner(self._store)
         self._others: OrderedDict[tuple[int, ...], ModuleRunner] = OrderedDict()
+        self._traced_again: OrderedDict[tuple[tuple[int, ...], ...], CompiledModule] = OrderedDict()
         self._traced = lowered.traced
-        self._last: ModuleRunner = self._main
 
     @property
     def form(self) -> CallForm:
@@ -167,17 +167,20 @@ class CompiledModule:
         """
         tensors = self.form.tensors(args, kwargs)
         sizes = self._sizes(tensors)
+        if sizes is None:
+            return self._again(tensors, args, kwargs)(*args, **kwargs)
         runner = self._runner(sizes)
         results = runner.run(_laid_out(tensors, runner, sizes))
         wanted = [v.type for v in self._traced.ir.functions["main"].body.returns]
         shaped = [r.reshape(_shape(t, sizes)) for r, t in zip(results, wanted, strict=True)]
-        self._last = runner
         return self.form.results(shaped)
 
     def measure(self, *args: Any, **kwargs: Any) -> list[TraceEvent]:
         """A call, measured: one event for each instruction."""
         tensors = self.form.tensors(args, kwargs)
         sizes = self._sizes(tensors)
+        if sizes is None:
+            return self._again(tensors, args, kwargs).measure(*args, **kwargs)
         runner = self._runner(sizes)
         return runner.measure(_laid_out(tensors, runner, sizes))
 
@@ -196,23 +199,51 @@ class CompiledModule:
         self._others.move_to_end(key)
         return self._others[key]
 
-    def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Sizes of the syms in a call; raises UnsupportedInputError for one that does not fit."""
+    def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
+        """Sizes of the syms in a call; None for sizes that the trace did not leave open.
+
+        Raises UnsupportedInputError for a tensor of another kind.
+        """
         ir = self._traced.ir
         sizes: dict[str, int] = {}
+        fits = True
         for arg, tensor in zip(ir.functions["main"].args, tensors, strict=True):
-            type, shown = arg.tensor, f"{list(tensor.shape)} {tensor.dtype}"
-            fits = tensor.dim() == type.rank and dtype_name(tensor.dtype) == type.dtype
-            pairs = zip(type.dims, tensor.shape, strict=True) if fits else ()
-            if not fits or not all(_bind(d, n, sizes, ir) for d, n in pairs):
-                ranges = ", ".join(f"{n} in {lo}..{hi}" for n, (lo, hi) in ir.syms.items())
-                raise UnsupportedInputError(
-                    f"%{arg.name} is {shown}, expected {type}"
-                    f"{f' with {ranges}' if ranges else ''}. Sizes that are numbers here are the "
-                    "module's own, or its code depends on them, or they were 1 in the "
-                    "example_inputs: for others compile it again with inputs of these sizes"
-                )
-        return {name: sizes[name] for name in ir.syms}
+            type = arg.tensor
+            if tensor.dim() != type.rank or not _is(tensor, type.dtype) or not tensor.numel():
+                raise UnsupportedInputError(self._misfit(arg.name, tensor, type))
+            pairs = zip(type.dims, tensor.shape, strict=True)
+            fits = all([_bind(d, n, sizes, ir) for d, n in pairs]) and fits
+        return {name: sizes[name] for name in ir.syms} if fits else None
+
+    def _misfit(self, name: str, tensor: Tensor, type: TensorType) -> str:
+        syms = self._traced.ir.syms.items()
+        ranges = ", ".join(f"{n} in {lo}..{hi}" for n, (lo, hi) in syms)
+        wanted = f"{type}{f' with {ranges}' if ranges else ''}"
+        return f"%{name} is {list(tensor.shape)} {tensor.dtype}, expected {wanted}"
+
+    def _again(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> CompiledModule:
+        """The module traced anew for sizes that its code does something else for."""
+        key = tuple(tuple(t.shape) for t in tensors)
+        if key not in self._traced_again:
+            before = self.lowered
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", OpaqueCallWarning)  # told the first time
+                    found = trace_module(self._traced.model, args, kwargs)
+            except UnsupportedInputError as error:
+                arguments = self._traced.ir.functions["main"].args
+                faults = [
+                    self._misfit(a.name, t, a.tensor)
+                    for a, t in zip(arguments, tensors, strict=True)
+                ]
+                raise UnsupportedInputError(f"{'; '.join(faults)}. {error}") from error
+            traced = TracedModule(found, self._traced.model)
+            lowered = traced.lower(before.target, before.pipeline, **before.options)
+            self._traced_again[key] = CompiledModule(lowered, self._store)
+            if len(self._traced_again) > _KEPT:
+                self._traced_again.popitem(last=False)
+        self._traced_again.move_to_end(key)
+        return self._traced_again[key]
 
     # ---- what it is and costs
 
@@ -236,6 +267,13 @@ class CompiledModule:
             "a .ktplan holds causal language models only: keep the module itself (torch.save) and "
             "compile it again, or write its graph with dump="
         )
+
+
+def _is(tensor: Tensor, dtype: str) -> bool:
+    try:
+        return dtype_name(tensor.dtype) == dtype
+    except ValueError:  # a dtype that the IR lacks
+        return False
 
 
 def _bind(dim: Dim, size: int, sizes: dict[str, int], ir: Module) -> bool:
@@ -265,4 +303,4 @@ def _shape(type: Type, sizes: Mapping[str, int]) -> list[int]:
     return [d.at(sizes) for d in type.dims]
 
 
-__all__ = ["CompiledModule", "LoweredModule", "PassContext", "TracedModule", "trace_plain"]
+__all__ = ["CompiledModule", "LoweredModule", "TracedModule", "trace_plain"]

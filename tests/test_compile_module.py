@@ -206,6 +206,30 @@ def test_sizes_that_mix_tokens_are_compiled_anew_and_the_last_are_kept(
         assert nmse(exe(x), block(x)) < BOUND
 
 
+class _Steps(nn.Module):
+    """A Python loop over the sequence: another length is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            h = torch.sigmoid(self.cell(h)) + x[:, step]
+        return h
+
+
+def test_another_length_of_a_python_loop_is_traced_anew():
+    model = _Steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        exe = kt.compile(model.eval(), "cpu", example_inputs=torch.randn(2, 3, 16))
+    for shape in ((2, 3, 16), (5, 3, 16), (2, 6, 16), (2, 6, 16)):
+        x = torch.randn(shape)
+        assert nmse(exe(x), model(x)) < BOUND
+
+
 class _Rotated(nn.Module):
     """Tables made of positions and a buffer, a causal mask of -inf, matrix products."""
 
@@ -278,8 +302,11 @@ def test_errors_name_the_argument_and_what_was_expected():
     for call, why in [
         (lambda: exe(torch.randn(2, 5)), r"%x is \[2, 5\] torch.float32, expected i64\[b, s\]"),
         (lambda: exe(ids(5)), r"%x is \[5\] torch.int64, expected i64\[b, s\]"),
-        (lambda: exe(ids(0, 5)), r"b in 1\.\."),
-        (lambda: other(torch.randn(2, 5, 31)), r"expected f32\[b, s, 32\] with b in"),
+        (lambda: exe(ids(0, 5)), r"%x is \[0, 5\].*b in 1\.\."),
+        (
+            lambda: other(torch.randn(2, 5, 31)),
+            r"expected f32\[b, s, 32\] with b in .*: RuntimeError: .*normalized_shape=\[32\]",
+        ),
         (lambda: exe(ids(2, 5), ids(2, 5)), "called with 2 tensors and 0 other values, but comp"),
         (lambda: exe([ids(2, 5)]), "give the arguments that the example_inputs had"),
         (lambda: exe.save("x.ktplan"), "causal language models only"),
