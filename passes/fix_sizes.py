@@ -1,7 +1,8 @@
 """fix-sizes: a function whose tokens are not independent is compiled for the sizes of one call.
 
 What: in a function without a batch, every size that varies (sym) becomes the number that the
-function's attribute `example` gives; the attribute goes.  A flat function (T) stays as it is.
+function's attribute `example` gives; the attribute goes.  Arguments that are read as ids alone
+become i32.  A flat function (T) stays as it is.
 
 Why: attention, convolutions and calls left to torch have several axes that vary; with their sizes
 known, buffers are planned, kernels chosen and prices known.  A call of other sizes is compiled
@@ -14,7 +15,7 @@ After:   func @main(%x: f32[2, 5, 64]) {tokens = 10} -> (f32[2, 5, 64])
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ktgraph.ir.dims import Dim
@@ -55,6 +56,9 @@ def fix(func: Function, sizes: Mapping[str, int]) -> None:
     bound: dict[str, Dim | int | str] = dict(sizes)
     for arg in func.args:
         arg.type = arg.type.subst(bound)
+        are_ids = bool(arg.users) and all(u.name == "nn.embedding" for u in arg.users)
+        if are_ids and isinstance(arg.type, TensorType):
+            arg.type = replace(arg.type, dtype="i32")
     _fix_block(func.body, bound)
 
 

@@ -154,6 +154,18 @@ def _input(o: Operands, letter: str, position: int) -> OperandRef:
     return o.weight(position, "stored") if letter == "s" else o[position]
 
 
+def _embedding(o: Operands) -> list[Call]:
+    """Ids of fixed sizes and several axes are seen as one row of ids."""
+    ids, table, result = o[0], o.weight(1, "stored"), o.result(0)
+    assert isinstance(ids, TensorRef)
+    count = product(ids.view.dims)
+    strides = reshaped_strides(ids.view, (count,)) if count.is_const else None
+    if strides is not None:
+        ids = replace(ids, view=replace(ids.view, dims=(count,), strides=strides))
+        result = _as_rows([result])[0]
+    return [([ids, table, result], {})]
+
+
 def _rope_append(o: Operands) -> list[Call]:
     operands = [*(o[i] for i in range(6)), o.result(0)]
     return [(operands, o.pick("style", "scale", "layer"))]
@@ -254,7 +266,7 @@ _GATES = (*_PLAIN_GATES, "swiglu_clamped")
 _ACT = ("act", "alpha", "limit")
 
 _ROWS = (
-    _Row("nn.embedding", "cpu.embedding", _plain("xs"), nmse=0.0),
+    _Row("nn.embedding", "cpu.embedding", _embedding, nmse=0.0),
     _Row("nn.rms_norm", "cpu.rms_norm", _by_rows(_plain("xx", attrs=["eps", "late_cast"]))),
     _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps", "late_cast"])),
     _Row("nn.linear", "cpu.linear", _by_rows(_plain("xwx")), (1,)),
