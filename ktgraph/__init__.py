@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from ktgraph.api import compile, load, trace
     from ktgraph.errors import KtgraphError
     from ktgraph.ir import Module
+    from ktgraph.module_stages import CompiledModule, TracedModule
     from ktgraph.ops import kernel, no, op
+    from ktgraph.ops.bound_modules import bind_module
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
     from ktgraph.patching import Patched, patch, unpatch
     from ktgraph.planner import plan
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CompileOptions",
     "Compiled",
+    "CompiledModule",
     "KtgraphError",
     "Lowered",
     "Module",
@@ -30,6 +33,8 @@ __all__ = [
     "RulePass",
     "Target",
     "Traced",
+    "TracedModule",
+    "bind_module",
     "compile",
     "cpu",
     "hybrid",
@@ -49,7 +54,9 @@ _HOMES = {
     "ktgraph.api": ("compile", "load", "trace"),
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
+    "ktgraph.module_stages": ("CompiledModule", "TracedModule"),
     "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.ops.bound_modules": ("bind_module",),
     "ktgraph.patching": ("Patched", "patch", "unpatch"),
     "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),

@@ -121,8 +121,8 @@ def _of_object(model: nn.Module | PreTrainedConfig, tokenizer: str | Path | None
         return ModelInput(model, _card_of_config(name, model))
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(
-            f"{type(model).__name__}: a torch module that is no transformers model is not "
-            f"supported yet; {SUPPORTED}"
+            f"{type(model).__name__}: a torch module that is no transformers model is traced from "
+            f"the arguments of one call, as in kt.compile(module, example_inputs=(x,)); {SUPPORTED}"
         )
     raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
 

@@ -129,10 +129,14 @@ class Traced:
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
         machine = with_threads(resolve_target(target), chosen.threads)
-        context = PassContext(machine, weight_source(self.given), chosen)
+        context = PassContext(machine, self.source(), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
         return Lowered(module, report, context, self.given.card, pipeline)
+
+    def source(self) -> WeightSource | None:
+        """Where the weights are read from."""
+        return weight_source(self.given)
 
 
 def weight_source(given: ModelInput) -> WeightSource | None:
@@ -269,7 +273,7 @@ class Lowered:
             )
         check_threads(self.threads)
         if self.context.fallbacks:
-            warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
+            warnings.warn(fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
@@ -283,7 +287,7 @@ class FallbackWarning(UserWarning):
     """Ops without a native kernel; the message names them, and why each kernel refused."""
 
 
-def _fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
+def fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
     shown = [
         f"{op} ({'; '.join(f'{kernel}: {why}' for kernel, why in refused.items()) or 'no kernel'})"
         for op, refused in sorted(fallbacks.items())

@@ -79,6 +79,22 @@ def add_rms_norm(
     return total, rms_norm(total, w, eps=eps, late_cast=late_cast)
 
 
+@op(
+    "nn.layer_norm(x: f[..., D], w: f[D]?, b: f[D]?; eps: float) -> f[..., D]",
+    flops=lambda d: 8.0 * d.tokens * d.D,
+    cases=[case(T=1, D=33), case(T=7, D=256)],
+)
+def layer_norm(
+    x: torch.Tensor,
+    w: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * w + b over the last axis (Ba et al., arXiv 1607.06450)."""
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
 def rope_tables(
     freqs: torch.Tensor, batch: Batch, scale: float, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

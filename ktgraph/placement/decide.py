@@ -15,6 +15,7 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.graph import (
     CPU,
     GPU_WORKSPACE,
+    ON_HOST,
     STREAM,
     STREAM_BUFFERS,
     Assign,
@@ -254,12 +255,22 @@ def _held_rules(
 
 
 def _fixed(held: Mapping[tuple[int, int, int | None], Rule], regions: Sequence[Region]) -> Fixed:
-    """Devices that rules set, for ops that do not follow the state."""
-    return {
+    """Devices that rules set, for ops that do not follow the state, and of ops of the host."""
+    fixed = {
         key: rule.device
         for key, rule in held.items()
         if rule.device is not None and not regions[key[0]].sites[key[1]].has_state
     }
+    for region in regions:
+        for site in (s for s in region.sites if s.op.name in ON_HOST):
+            for layer in region.layers:
+                key = (region.number, site.number, layer)
+                if fixed.setdefault(key, CPU) != CPU:
+                    raise RuleError(
+                        f"{held[key]} asks for {fixed[key]}, but {site.op.name} runs on the cpu, "
+                        f"where what it calls lives\n  in: {site.op}"
+                    )
+    return fixed
 
 
 def _states(

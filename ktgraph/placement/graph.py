@@ -27,6 +27,7 @@ GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels, graphs and
 EXPERTS = frozenset({"moe.grouped_mlp", "moe.experts"})  # ops over routed experts
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
 STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
+ON_HOST = frozenset({"torch.call"})  # ops that only the CPU runs: what they call lives there
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
 
 

@@ -95,13 +95,16 @@ class Executor:
             self._ports[phase] = _Port(self, self.plan.phase(phase))
         port = self._ports[phase]
         port.ids[: step.tokens] = ids
+        self._run_step(phase, step)
+        return logits_as_f32(port.logits[: step.rows])
+
+    def _run_step(self, phase: str, step: StepArrays) -> None:
         if self._batch is not None:
             step.give_to(self._batch)
         page_size = self.shape.page_size
         self.run(
             phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
         )
-        return logits_as_f32(port.logits[: step.rows])
 
     def call_tensors(
         self, phase: str, inputs: Sequence[torch.Tensor], step: StepArrays
@@ -113,12 +116,7 @@ class Executor:
         plan = self.plan.phase(phase)
         for slot, value in zip(argument_slots(plan)[0], inputs, strict=True):
             self.window(phase, slot, step.tokens, step.rows).copy_(value)
-        if self._batch is not None:
-            step.give_to(self._batch)
-        page_size = self.shape.page_size
-        self.run(
-            phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
-        )
+        self._run_step(phase, step)
         return [
             self.window(phase, slot, step.tokens, step.rows).clone() for slot in plan.flat.returns
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -91,10 +92,16 @@ def unknown_tensor(where: str, name: str, names: Sequence[str]) -> WeightSourceE
 
 
 class ModelSource:
-    """Parameters and buffers of a loaded model, by name, without copies."""
+    """Parameters and buffers of a loaded model, by name, without copies.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+    ``experts.*.w1.weight`` is the stack of that parameter over a list's members, 0, 1, 2 …
+    `constants`: tensors by name that the model holds nowhere, but its code makes.
+    """
+
+    def __init__(
+        self, model: nn.Module, constants: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(constants or {})
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._tensors[name] = parameter.detach()
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -128,14 +135,32 @@ class ModelSource:
             raise unknown_tensor(self._label, name, self.names())
         return self._tensors[name]
 
+    def _member(self, name: str, member: int) -> torch.Tensor:
+        return self._tensor(name.replace("*", str(member), 1))
+
+    def _members(self, name: str) -> list[torch.Tensor]:
+        """Of a name with a star: the members' tensors, in order."""
+        numbers = itertools.takewhile(
+            lambda n: name.replace("*", str(n), 1) in self._tensors, itertools.count()
+        )
+        found = [self._member(name, n) for n in numbers]
+        return found or [self._member(name, 0)]  # which says what is missing
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensor(name).shape)
+        if "*" not in name:
+            return tuple(self._tensor(name).shape)
+        members = self._members(name)
+        return (len(members), *members[0].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensor(name).dtype
+        return (self._member(name, 0) if "*" in name else self._tensor(name)).dtype
 
     def get(self, name: str, expert: int | None = None, rows: slice | None = None) -> torch.Tensor:
-        return part_of(self._tensor(name), expert, rows)
+        if "*" not in name:
+            return part_of(self._tensor(name), expert, rows)
+        if expert is not None:
+            return part_of(self._member(name, expert), None, rows)
+        return part_of(torch.stack(self._members(name)), None, rows)
 
     @property
     def nbytes(self) -> int:
