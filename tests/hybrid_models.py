@@ -35,12 +35,15 @@ from ktgraph.weights.sources import RandomSource
 OPTIONS = replace(lowered_models.OPTIONS, activations="f32")
 PIPELINE = f"{FRONT},{HYBRID},pack-weights,plan-memory,lower"
 _ALWAYS = "- match: {{class: moe.grouped_mlp}}\n  replace: {{device: {0}}}\n"
+_HOT = "- match: {class: moe.grouped_mlp}\n  replace: {device: hot, experts: 3}\n"
 _PREFILL = "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
 EXPERTS: Mapping[str, str] = {
     "resident": _ALWAYS.format("cuda:0"),
     "cpu": _ALWAYS.format("cpu"),
     "streamed": _ALWAYS.format("stream"),
     "streamed prefill": _PREFILL + _ALWAYS.format("cpu"),
+    "hot": _HOT,
+    "hot, streamed prefill": _PREFILL + _HOT,
 }
 
 

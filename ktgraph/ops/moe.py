@@ -149,13 +149,14 @@ def experts(
 @op(
     "moe.grouped_mlp(x: f[..., D], ids: i32[..., K], weights: f32[..., K], w13: f[E, W, D],"
     " w2: f[E, D, F], b13: f[E, W]?, b2: f[E, D]?;"
-    ' act: str = "silu", alpha: float = 1.702, limit: float = 7.0) -> f[..., D]',
-    flops=lambda d: 6.0 * d.tokens * d.K * d.D * d.F,
+    ' act: str = "silu", alpha: float = 1.702, limit: float = 7.0, share: float = 1.0)'
+    " -> f[..., D]",
+    flops=lambda d: 6.0 * d.tokens * d.K * d.share * d.D * d.F,
     reads=lambda d: (
         d.nbytes(0)
         + d.nbytes(1)
         + d.nbytes(2)
-        + d.touched(d.E, d.tokens * d.K) / d.E * (d.nbytes(3) + d.nbytes(4))
+        + d.touched(d.E, d.tokens * d.K * d.share) / d.E * (d.nbytes(3) + d.nbytes(4))
     ),
     launches=2,
     reach={"cuda": (0.7, 0.5), "cpu": (0.95, 0.2)},
@@ -176,9 +177,27 @@ def grouped_mlp(
     act: str,
     alpha: float,
     limit: float,
+    share: float,
 ) -> torch.Tensor:
     """Sum over the chosen experts of weight * w2[e] @ (act(gate) * up); W = 2*F, gate rows first.
 
-    id -1 means skip.  The sum over k is taken in float32, in order of k.
+    id -1 means skip.  The sum over k is taken in float32, in order of k.  share: of the ids that
+    are expected not to be -1; only prices read it.
     """
     return _run_experts(x, ids, weights, w13, w2, b13, b2, act, alpha, limit)
+
+
+@op(
+    "moe.split_ids(ids: i32[..., K], slots: i32[E]) -> (i32[..., K], i32[..., K])",
+    flops=lambda d: 1.0 * d.tokens * d.K,
+    cases=[case(T=1, K=2, E=5), case(T=17, K=3, E=8)],
+)
+def split_ids(ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices whose expert has a slot, as slot numbers, and the other choices, as they are.
+
+    slots[e] is the slot of expert e, or -1.  In each result the other's choices are -1, and an id
+    of -1 is -1 in both.
+    """
+    chosen = ids >= 0
+    slot = torch.where(chosen, slots[ids.clamp(min=0).long()], -1)
+    return slot.to(torch.int32), torch.where(slot < 0, ids, -1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 
 from ktgraph.cost import Call, type_nbytes
 from ktgraph.errors import MemoryBudgetError
@@ -15,14 +16,17 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.graph import (
     CPU,
     GPU_WORKSPACE,
+    HOT,
     STREAM,
     STREAM_BUFFERS,
     Assign,
     Machine,
     Region,
+    Shares,
     Site,
     regions_of,
 )
+from ktgraph.placement.hot import Held, HotLayer, Wish, asked_nbytes, choose_hot, stack_key, wishes
 from ktgraph.placement.lanes import op_workspace
 from ktgraph.placement.partition import (
     Budget,
@@ -36,6 +40,7 @@ from ktgraph.placement.partition import (
     make_cells,
     solve,
 )
+from ktgraph.placement.popularity import Popularity
 from ktgraph.placement.rules import (
     Rule,
     RuleError,
@@ -60,6 +65,7 @@ class Settings:
     rules: tuple[Rule, ...] = ()
     context: int = 4096
     batch: int = 1
+    popularity: Popularity | None = None
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,18 @@ class Term:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive layers of a region with one assignment."""
+    """Consecutive layers of a region with one assignment.
+
+    slots, shares: of sites with hot experts, how many, and which share of choices they get.
+    """
 
     layers: tuple[int | None, ...]
     cell: Cell
     config: Config
     assign: Assign
     seconds: float
+    slots: Mapping[int, int] = field(default_factory=dict[int, int])
+    shares: Shares = field(default_factory=dict[int, float])
 
 
 @dataclass
@@ -103,6 +114,7 @@ class Decision:
     rules: dict[tuple[int, int, int | None], Rule] = field(
         default_factory=dict[tuple[int, int, "int | None"], Rule]
     )
+    hot: dict[str, HotLayer] = field(default_factory=dict[str, HotLayer])  # by stack of experts
 
     def seconds(self, func: str) -> float:
         """Predicted seconds of one call of a function."""
@@ -112,6 +124,11 @@ class Decision:
             if region.func.name == func
             for run in self.runs[region.number]
         )
+
+    @property
+    def request_seconds(self) -> float:
+        """Predicted seconds of a typical request."""
+        return sum(n * self.seconds(name) for name, n in self.weights_of_calls.items())
 
     def device(self, region: Region, run: Run, site: Site) -> str:
         """The device of a site that computes, or STREAM."""
@@ -171,12 +188,66 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     by_rule = rule_encodings(module, settings.rules)
     regions = regions_of(module, machine, calls, encodings, by_rule)
     held = _held_rules(module, machine, settings, regions)
+    attempt = partial(_decide_by, module, machine, settings, regions, calls, encodings)
+    found = attempt(held)
+    if settings.popularity is None or not _may_be_hot(found):
+        return found
+    for prefill in (STREAM, HOT):
+        try:
+            other = attempt(_all_hot(regions, held, settings.popularity, prefill))
+        except MemoryBudgetError:  # no room for one expert of each layer
+            continue
+        found = min(found, other, key=lambda d: d.request_seconds)
+    return found
+
+
+def _may_be_hot(decision: Decision) -> bool:
+    """Whether some experts are on the host, and no rule says which are hot."""
+    if decision.hot or not decision.machine.is_hybrid:
+        return False
+    away = (CPU, STREAM)
+    return any(
+        decision.device(region, run, site) in away
+        for region in decision.regions
+        for run in decision.runs[region.number]
+        for site in region.sites
+        if site.op.name == "moe.grouped_mlp"
+    )
+
+
+def _all_hot(
+    regions: Sequence[Region], held: Held, popularity: Popularity, prefill: str
+) -> dict[tuple[int, int, int | None], Rule]:
+    """The rules, and for experts that none speaks of: hot ones, in prefill hot ones or streams."""
+    found = dict(held)
+    for region in regions:
+        is_prefill = region.func.attrs.get("phase") == "prefill"
+        device = prefill if is_prefill else HOT
+        rule = Rule(popularity.path, None, "moe.grouped_mlp", device, None, None)
+        for site in region.sites:
+            if site.op.name == "moe.grouped_mlp":
+                for layer in region.layers:
+                    found.setdefault((region.number, site.number, layer), rule)
+    return found
+
+
+def _decide_by(
+    module: Module,
+    machine: Machine,
+    settings: Settings,
+    regions: list[Region],
+    calls: dict[str, Call],
+    encodings: dict[str, Encoding],
+    held: dict[tuple[int, int, int | None], Rule],
+) -> Decision:
+    """The decision under rules; with as many cache rows as wanted, or else with one context."""
     states = _states(machine, regions, held)
     cells = make_cells(regions, _fixed(held, regions))
+    hot = wishes(module, regions, held)
     wanted = settings.options.cache_rows or settings.options.context * settings.options.max_batch
     least = settings.options.cache_rows or settings.options.context
     base = partial(_base_terms, module, machine, settings, regions)
-    attempt = partial(_attempt, module, machine, settings, regions, cells)
+    attempt = partial(_attempt, module, machine, settings, regions, cells, hot)
     try:
         return attempt(base(wanted), calls, states, encodings, wanted, held)
     except MemoryBudgetError:
@@ -191,6 +262,7 @@ def _attempt(
     settings: Settings,
     regions: list[Region],
     cells: list[Cell],
+    hot: Mapping[str, Wish],
     base: Sequence[Term],
     calls: dict[str, Call],
     states: Sequence[str],
@@ -200,7 +272,7 @@ def _attempt(
 ) -> Decision:
     memory = home_memory(machine, settings)
     state_bytes = sum(t.nbytes for t in base if t.kind == "kv")
-    fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv")
+    fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv") + asked_nbytes(hot)
     experts = [s.streamed_bytes for r in regions for s in r.sites if s.is_experts]
     stream = STREAM_BUFFERS * max(experts, default=0.0)
     budget = Budget(memory - fixed_bytes - state_bytes, state_bytes, stream)
@@ -208,7 +280,8 @@ def _attempt(
     try:
         solution, pricer = solve(cells, machine, counts, budget, states)
     except NothingFitsError:
-        terms = [*base, *_all_weights(module, regions, machine.home)]
+        terms = [*base, *_slot_terms(machine, asked_nbytes(hot))]
+        terms += _all_weights(module, regions, machine.home)
         raise _no_room(machine.home, memory, terms, machine.is_hybrid) from None
     runs = _runs(regions, cells, solution, pricer)
     decision = Decision(
@@ -216,10 +289,64 @@ def _attempt(
         _streams(runs), rows, [], budget.room, pricer, held,
     )  # fmt: skip
     decision.terms = _terms(decision, base, stream)
+    if hot:
+        spare = memory - decision.used(machine.home)
+        decision.hot = choose_hot(hot, spare, settings.popularity)
+        slots = sum(layer.nbytes for layer in decision.hot.values())
+        decision.terms = _terms(decision, [*base, *_slot_terms(machine, slots)], stream)
+        decision.runs = _hot_runs(module, decision)
     host = machine.target.device(CPU).memory if machine.is_hybrid else memory
     if machine.is_hybrid and decision.used(CPU) > host:
         raise _no_room(CPU, host, decision.terms, True)
     return decision
+
+
+def _slot_terms(machine: Machine, nbytes: float) -> list[Term]:
+    return [Term(machine.home, "weights", "slots of hot experts", nbytes)]
+
+
+def _hot_runs(module: Module, decision: Decision) -> dict[int, list[Run]]:
+    """The runs, parted where layers have different numbers of slots."""
+    found: dict[int, list[Run]] = {}
+    for region in decision.regions:
+        held = found[region.number] = list[Run]()
+        for run in decision.runs[region.number]:
+            slots = partial(_slots, module, decision, region, run)
+            for _, group in groupby(run.layers, key=lambda layer: slots(layer)):
+                held.append(_with_hot(module, decision, region, run, tuple(group)))
+    return found
+
+
+def _slots(
+    module: Module, decision: Decision, region: Region, run: Run, layer: int | None
+) -> dict[int, int]:
+    """The slots of a layer by site: of experts that the host computes."""
+    return {n: hot.slots for n, hot in _hot_sites(module, decision, region, run, layer).items()}
+
+
+def _hot_sites(
+    module: Module, decision: Decision, region: Region, run: Run, layer: int | None
+) -> dict[int, HotLayer]:
+    found: dict[int, HotLayer] = {}
+    for site in region.sites:
+        is_cold = site.op.name == "moe.grouped_mlp" and run.assign.get(site.number) == CPU
+        hot = decision.hot.get(stack_key(module, region, site, layer)) if is_cold else None
+        if hot is not None:
+            found[site.number] = hot
+    return found
+
+
+def _with_hot(
+    module: Module, decision: Decision, region: Region, run: Run, layers: tuple[int | None, ...]
+) -> Run:
+    """The run of some of its layers, which have equally many slots, and its price with them."""
+    sites = [_hot_sites(module, decision, region, run, layer) for layer in layers]
+    if not sites[0]:
+        return replace(run, layers=layers)
+    slots = {n: hot.slots for n, hot in sites[0].items()}
+    shares = {n: sum(s[n].share for s in sites) / len(sites) for n in slots}
+    seconds = decision.pricer.makespan(region, run.assign, shares)
+    return replace(run, layers=layers, seconds=seconds, slots=slots, shares=shares)
 
 
 def home_memory(machine: Machine, settings: Settings) -> float:
@@ -236,7 +363,7 @@ def _held_rules(
 ) -> dict[tuple[int, int, int | None], Rule]:
     if not settings.rules:
         return {}
-    devices = (*machine.devices, STREAM) if machine.is_hybrid else machine.devices
+    devices = (*machine.devices, STREAM, HOT) if machine.is_hybrid else machine.devices
     found = match_rules(module, settings.rules, devices)
     places: dict[int, tuple[Region, Site]] = {
         id(s.op): (r, s) for r in regions for s in r.sites if not s.is_barrier
@@ -251,9 +378,9 @@ def _held_rules(
 
 
 def _fixed(held: Mapping[tuple[int, int, int | None], Rule], regions: Sequence[Region]) -> Fixed:
-    """Devices that rules set, for ops that do not follow the state."""
+    """Devices that rules set, for ops that do not follow the state; hot experts leave the rest."""
     return {
-        key: rule.device
+        key: CPU if rule.device == HOT else rule.device
         for key, rule in held.items()
         if rule.device is not None and not regions[key[0]].sites[key[1]].has_state
     }
