@@ -394,6 +394,22 @@ class Compiled:
             )
         return perplexity(self.runner, self.limits, text, window=window, bos=first)
 
+    # ---- hot experts
+
+    @property
+    def residency(self) -> dict[int, list[int]]:
+        """Experts with slots on the GPU, by layer, as they are now; empty without hot experts."""
+        return self.runner.residency
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Let these experts of a layer live on the GPU, at most as many as it has slots.
+
+        Between two calls, also in the middle of a streamed text: bytes of new experts are copied,
+        results stay as they are but for round-off, and no CUDA graph is captured again.  `save`
+        keeps the change.  Raises UnsupportedInputError.
+        """
+        self.runner.set_residency(layer, experts)
+
     # ---- what it is and costs
 
     @property

@@ -35,16 +35,15 @@ from ktgraph.weights.sources import RandomSource
 OPTIONS = replace(lowered_models.OPTIONS, activations="f32")
 PIPELINE = f"{FRONT},{HYBRID},pack-weights,plan-memory,lower"
 _ALWAYS = "- match: {{class: moe.grouped_mlp}}\n  replace: {{device: {0}}}\n"
-_HOT = "- match: {class: moe.grouped_mlp}\n  replace: {device: hot, experts: 3}\n"
 _PREFILL = "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
 EXPERTS: Mapping[str, str] = {
     "resident": _ALWAYS.format("cuda:0"),
     "cpu": _ALWAYS.format("cpu"),
     "streamed": _ALWAYS.format("stream"),
     "streamed prefill": _PREFILL + _ALWAYS.format("cpu"),
-    "hot": _HOT,
-    "hot, streamed prefill": _PREFILL + _HOT,
 }
+HOT = "- match: {class: moe.grouped_mlp}\n  replace: {device: hot, experts: 3}\n"
+HOT_EXPERTS: Mapping[str, str] = {"hot": HOT, "hot, streamed prefill": _PREFILL + HOT}
 
 
 def gqa_layers(layers: int) -> Module:
@@ -193,6 +192,8 @@ def greedy(runner: Runner, steps: int = 60) -> list[int]:
 
 __all__ = [
     "EXPERTS",
+    "HOT",
+    "HOT_EXPERTS",
     "OPTIONS",
     "PIPELINE",
     "Hybrid",

@@ -63,7 +63,7 @@ class Popularity:
         return sorted(range(experts), key=lambda e: (-counts[e], e))[:count]
 
     def share(self, router: str, experts: int, hot: Sequence[int]) -> float:
-        """Share of a router's choices that some experts got; of all experts' where it chose none."""
+        """Share of a router's choices that some experts got; their number's where it chose none."""
         counts = self.of(router, experts)
         total = sum(counts)
         return sum(counts[e] for e in hot) / total if total else len(hot) / experts

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Literal
 
@@ -98,13 +99,19 @@ class PagedRunner(ABC):
         Raises UnknownSequenceError, UnsupportedInputError for ids that are no tokens,
         ContextLimitError or CacheFullError when rows are missing, RunnerBusyError on re-entry.
         """
+        with self._alone():
+            return self._forward(requests, logits)
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """One caller at a time; raises RunnerBusyError."""
         if not self._lock.acquire(blocking=False):
             raise RunnerBusyError(
                 "forward is running already, in another thread or below this call: a runner "
                 "serves one caller at a time. Wait for it, or make a second runner"
             )
         try:
-            return self._forward(requests, logits)
+            yield
         finally:
             self._lock.release()
 
@@ -262,6 +269,22 @@ class Runner(PagedRunner):
         finally:
             self.executor.trace = None
         return events
+
+    @property
+    def residency(self) -> dict[int, list[int]]:
+        """Experts with slots on the GPU, by layer; empty where no layer has slots."""
+        executor = self.executor
+        return executor.residency.resident() if isinstance(executor, GpuExecutor) else {}
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Give a layer's slots to these experts, between two calls; see `Residency.change`."""
+        executor = self.executor
+        if not isinstance(executor, GpuExecutor):
+            raise UnsupportedInputError(
+                "this model runs on the CPU alone: hot experts are those with slots on a GPU"
+            )
+        with self._alone():
+            executor.set_residency(layer, experts)
 
     def set_model(self, model: Model) -> None:
         """Give a simulated GPU the times that its share of measured runs has."""

@@ -20,6 +20,7 @@ from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import cut
 from ktgraph.runtime.gpu.phase import BoundPhase
+from ktgraph.runtime.gpu.residency import Residency
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
 from ktgraph.runtime.native import Addresses, native_state
 from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
@@ -62,6 +63,7 @@ class GpuExecutor:
             self._check_order()
         self.buffers = [device.empty(n) for n in [buffer_nbytes(plan)] * BUFFERS if n]
         _pin_streamed(plan, device, weights)
+        self.residency = Residency(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if has_native else None
         self.mailboxes = Mailboxes(
@@ -118,6 +120,19 @@ class GpuExecutor:
             raise
         self._is_under_way = False
         return found
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Give a layer's slots to these experts; nothing is captured again.
+
+        Raises UnsupportedInputError for experts that are not there, given twice or too many.
+        """
+        if self._is_closed:
+            raise ExecutionError("this executor was closed: load the plan again")
+        if self._is_under_way:
+            self._recover()
+        self.device.run(self.residency.change(layer, experts))
+        if not self.device.finish(lambda: None, phases.PATIENCE):
+            raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
