@@ -21,6 +21,7 @@ COMMANDS = (
     "dump",
     "opt",
     "explain",
+    "profile",
     "diff",
     "bisect",
     "replay",

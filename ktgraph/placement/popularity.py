@@ -33,13 +33,11 @@ class Popularity:
 
     def save(self, path: str | Path) -> None:
         """Write the file; raises OSError."""
-        made = {
-            "format": _FORMAT,
-            "model": self.model,
-            "tokens": self.tokens,
-            "counts": {k: list(v) for k, v in self.counts.items()},
-        }
-        Path(path).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        head = {"format": _FORMAT, "model": self.model, "tokens": self.tokens}
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+        rows = [f" {json.dumps(k)}: {json.dumps(list(v))}" for k, v in self.counts.items()]
+        text = "\n".join(["{", *lines, '"counts": {', ",\n".join(rows), "}}"])
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Popularity:

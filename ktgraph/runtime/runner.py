@@ -30,6 +30,7 @@ from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
 from ktgraph.runtime.packed import LoadedWeights, load_weights
 from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.router_counts import RouterCounts
 from ktgraph.runtime.steps import CallLimits, Piece, StepArrays, schedule
 from ktgraph.target.probe import probe_memory
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -285,6 +286,17 @@ class Runner(PagedRunner):
             )
         with self._alone():
             executor.set_residency(layer, experts)
+
+    @contextmanager
+    def counting_experts(self) -> Generator[RouterCounts]:
+        """Count which experts the calls inside choose."""
+        with self._alone():
+            counts = self.executor.count_experts(True)
+        assert counts is not None
+        try:
+            yield counts
+        finally:
+            self.executor.count_experts(False)
 
     def set_model(self, model: Model) -> None:
         """Give a simulated GPU the times that its share of measured runs has."""

@@ -435,8 +435,8 @@ def resident(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 
 def expert_of_slot(table: torch.Tensor, slot: int) -> int:
     """The expert that has a slot; expert 0 for an empty slot, whose bytes nothing reads."""
-    found = (table == slot).nonzero().flatten().tolist()
-    return int(found[0]) if found else 0
+    found = torch.where(table == slot)[0]
+    return int(found[0]) if len(found) else 0
 
 
 __all__ = [

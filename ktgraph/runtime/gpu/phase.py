@@ -32,6 +32,7 @@ from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import native_operand
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.plan import PhasePlan, kernel_of, op_line
+from ktgraph.runtime.router_counts import is_route
 from ktgraph.runtime.side_stream import Side, side_steps
 from ktgraph.runtime.steps import StepArrays
 
@@ -104,6 +105,10 @@ class BoundPhase:
         slot = next(s for s in self.phase.flat.returns if isinstance(s.type, TensorType))
         assert isinstance(slot.type, TensorType)
         return TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
+
+    def forget_steps(self) -> None:
+        """Make the steps of every size anew when they are next called."""
+        self._made.clear()
 
     @property
     def _is_decode(self) -> bool:
@@ -218,9 +223,21 @@ class BoundPhase:
             made.add(self._stream.before(item))
             made.add([step], item)
             made.add(self._stream.after(item))
+            made.add(self._counting(item, sizes))
             if item.step in begins:
                 made.add([self.device.fork(begins.pop(item.step))])
         return made
+
+    def _counting(self, item: Instruction, sizes: Sizes) -> list[Step]:
+        """The step behind a router that counts its choices, while they are counted."""
+        counts = self.executor.counts
+        if counts is None or not is_route(self.phase, item):
+            return []
+        step = self.phase.step(item)
+        ref = item.operands[len(step.operands)]
+        assert isinstance(ref, TensorRef)
+        bound = {"T": sizes.tokens, "O": sizes.rows}
+        return [counts.adder(step, self.executor.tensor(self.phase, ref, bound))]
 
     def _is_whole(self, side: Side, part: Part) -> bool:
         """Whether fork, work and join are all in the part."""

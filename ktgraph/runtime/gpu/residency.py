@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import cast
 
 import torch
 
@@ -91,7 +92,8 @@ class Residency:
         self.weights = weights
         self.layers = hot_layers(plan)
         for layer in self.layers.values():
-            table: list[int] = weights.tensors[layer.table.key].cpu().tolist()
+            held = weights.tensors[layer.table.key].cpu().tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            table = cast("list[int]", held)
             slots = layer.stacks[0].slots.type.dims[0].const()
             layer.experts = [table.index(s) if s in table else -1 for s in range(slots)]
 
