@@ -31,9 +31,7 @@ class RouterCounts:
         for phase in plan.phases:
             for step in (s for s in phase.flat.ops if s.op.name == _ROUTE):
                 experts = plan.module.weight_of(step.op.weight(1)).type.dims[0]
-                made = torch.zeros(
-                    experts.at(plan.module.dims), dtype=torch.int64, device=device
-                )
+                made = torch.zeros(experts.at(plan.module.dims), dtype=torch.int64, device=device)
                 self.counts.setdefault(self._name(step), made)
                 self._top_k = self._choices(step)
                 most = max(most, phase.arena.sizes.tokens * self._top_k)

@@ -82,7 +82,11 @@ class BoundPhase:
                 self._plans[place] = self._native_plan(part.items)
         self._logits = self._logits_ref()
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
-        self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
+        # a captured copy would not see that experts moved
+        residency = None if self._is_decode else executor.residency
+        self._stream = WeightStream(
+            self.device, phase, executor.weights, executor.buffers, residency
+        )
         self._made: OrderedDict[tuple[Sizes, int, int], list[Made]] = OrderedDict()
         most = phase.arena.sizes
         self._answer = self.device.host(self._logits_at(most.tokens, most.rows).nbytes)

@@ -9,8 +9,9 @@ tiles; packed experts are copied as they are, dense ones are unpacked for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import cast
 
@@ -55,7 +56,10 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
     module = plan.module
     uses = plan.loaded()
     names = {u.key: original(module, u.ref, u.index, _SAME) for u in uses}
-    sources = {(names[u.key][0].name, names[u.key][1]): u for u in uses if u.device == "cpu"}
+    sources: dict[Stack, list[WeightUse]] = {}
+    for use in (u for u in uses if u.device == "cpu"):
+        ref, index = names[use.key]
+        sources.setdefault((ref.name, index), []).append(use)
     tables = {(u.ref.name, u.index): u for u in uses}
     found: dict[int, HotLayer] = {}
     for use in uses:
@@ -68,7 +72,8 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
             (a, None if a.index is None else a.index.at(at)) for a in weight.recipe.args
         )
         below, member = original(module, *stack, _SAME)
-        source = sources[below.name, member]
+        # where the host holds a stack twice, the form that needs no unpacking
+        source = max(sources[below.name, member], key=lambda s: _same_bytes(use, s))
         held = tables[table[0].name, table[1]]
         layer = found.setdefault(_number(held, found), HotLayer(held))
         layer.stacks.append(HotStack(use, source))
@@ -119,6 +124,15 @@ class Residency:
         # until its bytes are there, a slot has no expert: a copy that fails leaves a whole table
         return [self._write(layer, kept), *copies, self._write(layer, after)]
 
+    def stack_of(self, use: WeightUse) -> ResidentStack | None:
+        """The slots that hold the very bytes of some experts of a streamed weight."""
+        for layer in self.layers.values():
+            for stack in layer.stacks:
+                if stack.source.key == use.key and _same_bytes(stack.slots, use):
+                    slots = self.weights.tensors[stack.slots.key]
+                    return ResidentStack(layer, slots, use.type.dims[0].const())
+        return None
+
     def _checked(self, number: int, experts: Sequence[int]) -> HotLayer:
         if number not in self.layers:
             known = ", ".join(map(str, self.layers)) or "none"
@@ -166,15 +180,54 @@ class Residency:
         return self.device.copy(found.to(slots.dtype), slots[slot])
 
 
+@dataclass(frozen=True)
+class ResidentStack:
+    """Experts of a layer that lie in slots, for copies of the whole stack to the GPU."""
+
+    layer: HotLayer
+    slots: torch.Tensor
+    experts: int
+
+    def parts(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Pairs that fill the target with the source: resident experts from their slots."""
+        here, there = source.view(self.experts, -1), target.view(self.experts, -1)
+        slots = self.slots.view(len(self.layer.experts), -1)
+
+        def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            slot_of = {e: s for s, e in enumerate(self.layer.experts) if e >= 0}
+            found = [(slots[s], there[e]) for e, s in slot_of.items()]
+            for start, end in _gaps(sorted(slot_of), self.experts):
+                found.append((here[start:end], there[start:end]))
+            return found
+
+        return pairs
+
+
+def _gaps(taken: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """The runs of 0..count-1 between the numbers taken, which ascend."""
+    for before, after in pairwise([-1, *taken, count]):
+        if after > before + 1:
+            yield before + 1, after
+
+
 def _check_same_tiles(target: WeightUse, source: WeightUse) -> None:
-    if source.form == "tile":
-        a, b = target.tile, source.tile
-        if (a.format, a.group, a.gate_up) == (b.format, b.group, b.gate_up):
-            return
-    raise UnsupportedInputError(
-        f"@{target.ref.name} and @{source.ref.name} are stored differently, so experts cannot move "
-        "between them: let one rule give both the same encoding"
-    )
+    if not _same_bytes(target, source):
+        raise UnsupportedInputError(
+            f"@{target.ref.name} and @{source.ref.name} are stored differently, so experts cannot "
+            "move between them: let one rule give both the same encoding"
+        )
+
+
+def _same_bytes(slots: WeightUse, stack: WeightUse) -> bool:
+    """Whether an expert has the same bytes in both."""
+    if slots.form != stack.form:
+        return False
+    if slots.form != "tile":
+        return slots.form == "stored" and slots.type.encoding == stack.type.encoding
+    a, b = slots.tile, stack.tile
+    return (a.format, a.group, a.gate_up) == (b.format, b.group, b.gate_up)
 
 
 def _unpacked(packed: torch.Tensor, use: WeightUse, expert: int) -> torch.Tensor:
