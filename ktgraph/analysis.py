@@ -20,6 +20,7 @@ from ktgraph.placement.graph import CPU
 from ktgraph.placement.lanes import (
     CROSSING,
     FlatSchedule,
+    crossing_share,
     live_peaks,
     op_device,
     op_lane,
@@ -143,7 +144,8 @@ class CallCost:
 
     def _moved(self, row: OpRow) -> float:
         if row.op.name in CROSSING:
-            return sum(type_nbytes(r.type, self.predicted.times.sizes) for r in row.op.results)
+            sizes = self.predicted.times.sizes
+            return sum(type_nbytes(r.type, sizes) for r in row.op.results) * crossing_share(row.op)
         return row.cost.read + row.cost.written
 
     def table(self) -> str:

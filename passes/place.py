@@ -113,7 +113,7 @@ def _split_hot(module: Module, decision: Decision, blocks: Sequence[Block]) -> N
     runs = [(r, run) for r in decision.regions for run in decision.runs[r.number]]
     found: list[tuple[Region, Op, list[str]]] = []
     for (region, run), block in zip(runs, blocks, strict=True):
-        for number in run.slots:
+        for number in (n for n in run.slots if run.assign[n] == CPU):  # others stream all
             site = region.sites[number]
             keys = [stack_key(module, region, site, layer) for layer in run.layers]
             found.append((region, _op_in(block, region, number), keys))
@@ -289,7 +289,8 @@ def _expert_lines(decision: Decision) -> Iterator[str]:
                 device = decision.device(region, run, site)
                 where = shown.get(device, f"computed on {device}")
                 if site.number in run.slots:
-                    share = f"{run.shares[site.number]:.0%} of choices expected"
+                    what = "bytes" if device == STREAM else "choices expected"
+                    share = f"{run.shares[site.number]:.0%} of {what}"
                     where = f"{where}, {run.slots[site.number]} hot ones on {home} ({share})"
                 at = "" if run.layers[0] is None else f" of layers {layers_text(run.layers)}"
                 yield f"@{region.func.name}: experts{at} {where}"

@@ -47,7 +47,7 @@ from ktgraph.placement.rules import (
     match_rules,
     rule_encodings,
 )
-from ktgraph.runtime.arena import phase_sizes, plan_arena
+from ktgraph.runtime.arena import max_q, phase_sizes, plan_arena
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import parse_encoding
@@ -82,7 +82,8 @@ class Term:
 class Run:
     """Consecutive layers of a region with one assignment.
 
-    slots, shares: of sites with hot experts, how many, and which share of choices they get.
+    slots, shares: of sites with hot experts, how many, and their share of choices; of streamed
+    sites their share of bytes.
     """
 
     layers: tuple[int | None, ...]
@@ -309,44 +310,45 @@ def _hot_runs(module: Module, decision: Decision) -> dict[int, list[Run]]:
     """The runs, parted where layers have different numbers of slots."""
     found: dict[int, list[Run]] = {}
     for region in decision.regions:
-        held = found[region.number] = list[Run]()
+        found[region.number] = held = list[Run]()
         for run in decision.runs[region.number]:
-            slots = partial(_slots, module, decision, region, run)
-            for _, group in groupby(run.layers, key=lambda layer: slots(layer)):
-                held.append(_with_hot(module, decision, region, run, tuple(group)))
+            sites = [_hot_sites(module, decision, region, run, layer) for layer in run.layers]
+            pairs = zip(run.layers, sites, strict=True)
+            for _, group in groupby(pairs, key=lambda p: {n: h.slots for n, h in p[1].items()}):
+                layers, hot = zip(*group, strict=True)
+                held.append(_with_hot(decision, region, replace(run, layers=layers), hot))
     return found
-
-
-def _slots(
-    module: Module, decision: Decision, region: Region, run: Run, layer: int | None
-) -> dict[int, int]:
-    """The slots of a layer by site: of experts that the host computes."""
-    return {n: hot.slots for n, hot in _hot_sites(module, decision, region, run, layer).items()}
 
 
 def _hot_sites(
     module: Module, decision: Decision, region: Region, run: Run, layer: int | None
 ) -> dict[int, HotLayer]:
+    """The slots of a layer by site: of experts that the host computes, or streams for a prompt."""
     found: dict[int, HotLayer] = {}
+    places = (CPU,) if max_q(region.func) == 1 else (CPU, STREAM)
     for site in region.sites:
-        is_cold = site.op.name == "moe.grouped_mlp" and run.assign.get(site.number) == CPU
-        hot = decision.hot.get(stack_key(module, region, site, layer)) if is_cold else None
-        if hot is not None:
-            found[site.number] = hot
+        if site.op.name == "moe.grouped_mlp" and run.assign.get(site.number) in places:
+            hot = decision.hot.get(stack_key(module, region, site, layer))
+            found |= {} if hot is None else {site.number: hot}
     return found
 
 
 def _with_hot(
-    module: Module, decision: Decision, region: Region, run: Run, layers: tuple[int | None, ...]
+    decision: Decision, region: Region, run: Run, hot: Sequence[Mapping[int, HotLayer]]
 ) -> Run:
-    """The run of some of its layers, which have equally many slots, and its price with them."""
-    sites = [_hot_sites(module, decision, region, run, layer) for layer in layers]
-    if not sites[0]:
-        return replace(run, layers=layers)
-    slots = {n: hot.slots for n, hot in sites[0].items()}
-    shares = {n: sum(s[n].share for s in sites) / len(sites) for n in slots}
+    """The run and its price; `hot` by layer, with equally many slots in all of them."""
+    if not hot[0]:
+        return run
+    shares: dict[int, float] = {}
+    for number in hot[0]:
+        layers = [sites[number] for sites in hot]
+        parts = [
+            layer.share if run.assign[number] == CPU else layer.slots / layer.of for layer in layers
+        ]
+        shares[number] = sum(parts) / len(parts)
+    slots = {n: layer.slots for n, layer in hot[0].items()}
     seconds = decision.pricer.makespan(region, run.assign, shares)
-    return replace(run, layers=layers, seconds=seconds, slots=slots, shares=shares)
+    return replace(run, seconds=seconds, slots=slots, shares=shares)
 
 
 def home_memory(machine: Machine, settings: Settings) -> float:

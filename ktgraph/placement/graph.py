@@ -25,7 +25,7 @@ STREAM = "stream"  # runs at home, weights lie in host memory and cross the link
 HOT = "hot"  # of rules: some experts of a layer in slots at home, the others on the host
 STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
-Shares = Mapping[int, float]  # site number -> share of its choices whose experts are hot
+Shares = Mapping[int, float]  # site number -> share of its choices, or bytes, that is hot
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ def region_tasks(
     """Ops as tasks on their device's lane; values that cross, and streamed weights, on a link's.
 
     Operands of one op that come from the same device cross together; a value crosses once.
-    shares: of the choices of experts on the host, by site, those whose experts have slots at home.
+    shares: by site, of experts on the host the share of choices whose experts have slots at home,
+    of streamed ones the share of bytes.
     """
     return _Builder(region, machine, assign, state, shares or {}).build()
 
@@ -265,7 +266,8 @@ class _Builder:
         after = self._bring([v for v in values if isinstance(v.type, TensorType)], device)
         after += [self.made[v] for v in values if v in self.made and self._where(v) == device]
         if self.assign.get(site.number) == STREAM and device != CPU:
-            seconds = self.machine.transfer(CPU, device, site.streamed_bytes)
+            nbytes = site.streamed_bytes * (1.0 - self.shares.get(site.number, 0.0))
+            seconds = self.machine.transfer(CPU, device, nbytes)
             after.append(self._add(f"stream {_name(site.op)}", _link(CPU, device), seconds, ()))
         seconds = site.seconds.get(device, 0.0)
         if device == CPU != self.machine.home and not (site.is_experts or site.is_view):

@@ -32,9 +32,14 @@ Held = Mapping[tuple[int, int, int | None], Rule]  # rules by region, site and l
 
 @dataclass(frozen=True)
 class HotLayer:
-    """The slots of one layer.  share: of its choices; experts: in order of slots."""
+    """The slots of one layer.
+
+    share: of the layer's choices that its hot experts get; of: experts of the layer;
+    experts: in order of slots, empty for the first ones.
+    """
 
     slots: int
+    of: int
     share: float
     experts: tuple[int, ...]
     nbytes: float  # of all slots
@@ -124,12 +129,11 @@ def choose_hot(
 
 
 def _layer(wish: Wish, slots: int, popularity: Popularity | None) -> HotLayer:
+    of, nbytes = wish.experts, slots * wish.nbytes
     if popularity is None:
-        first = tuple(range(slots))
-        return HotLayer(slots, slots / wish.experts, first, slots * wish.nbytes)
-    hot = popularity.hottest(wish.router, wish.experts, slots)
-    share = popularity.share(wish.router, wish.experts, hot)
-    return HotLayer(slots, share, tuple(hot), slots * wish.nbytes)
+        return HotLayer(slots, of, slots / of, (), nbytes)
+    hot = popularity.hottest(wish.router, of, slots)
+    return HotLayer(slots, of, popularity.share(wish.router, of, hot), tuple(hot), nbytes)
 
 
 # -- the split ---------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class Splitting:
     def split(self, func: Function, op: Op, keys: Sequence[str]) -> None:
         """Split an op on the host that stands for the layers of these stacks, in order."""
         held = [self.layers[k] for k in keys]
-        share = sum(layer.share for layer in held) / len(held)
+        share = round(sum(layer.share for layer in held) / len(held), 4)
         table = self._table(op, keys[0])
         where = reference(table, [op.weight(3)])
         ids = op.value(1)
@@ -163,7 +167,7 @@ class Splitting:
         for made in (parted, hot):
             op.block.insert_before(op, made)
         op.set_operand(1, parted.results[1])
-        op.attrs["share"] = attr(1.0 - share)
+        op.attrs["share"] = attr(round(1.0 - share, 4))
         self._add(func, op, hot.result)
 
     def _add(self, func: Function, op: Op, hot: Value) -> None:
@@ -215,11 +219,11 @@ class Splitting:
             weight.name = f"{head}{dot}slots{count}"
         members = self._members(ref, slots)
         attrs: dict[str, object] = {"experts": stack.type.dims[0], "slots": self._dim(slots)}
-        attrs["hot"] = [" ".join(map(str, members.get(i, ()))) for i in _span(members)]
-        attrs["row"] = 0
         if stack.is_family:
             weight.lo, weight.hi = min(members), max(members)
-            attrs["row"] = Dim.of(stack.var) - weight.lo
+        if any(members.values()):
+            attrs["hot"] = [" ".join(map(str, members.get(i, ()))) for i in _span(members)]
+            attrs["row"] = Dim.of(stack.var) - weight.lo if stack.is_family else 0
         pairs = tuple((k, attr(v)) for k, v in attrs.items())
         weight.recipe = Recipe("expert_slots", (), pairs)
         weight.type = TensorType("i32", (stack.type.dims[0],))

@@ -51,6 +51,13 @@ def is_stream(op: Op) -> bool:
     return op.name == "xfer.copy" and bool(op.weights)
 
 
+def crossing_share(op: Op) -> float:
+    """Share of a copy's bytes that cross the link; the rest comes from slots of hot experts."""
+    share = op.attrs.get("share", 1.0) if op.name == "xfer.copy" else 1.0
+    assert isinstance(share, float)
+    return share
+
+
 class OpTimes:
     """Costs and seconds of the ops of a module at one call, each op once."""
 
@@ -74,7 +81,7 @@ class OpTimes:
         device = op_device(self.module, op)
         if op.name in CROSSING:
             src = source_device(self.module, op)
-            size = sum(type_nbytes(r.type, self.sizes) for r in op.results)
+            size = sum(type_nbytes(r.type, self.sizes) for r in op.results) * crossing_share(op)
             return 0.0 if src == device else self.target.link(src, device).seconds(size)
         return self.cost(op).seconds(self.target, device, fallback=True)
 
@@ -182,6 +189,7 @@ __all__ = [
     "FlatSchedule",
     "OpTimes",
     "crossing",
+    "crossing_share",
     "flat_tasks",
     "is_stream",
     "live_peaks",

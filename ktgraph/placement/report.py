@@ -76,7 +76,7 @@ def _row(decision: Decision, region: Region, run: Run, site: Site) -> Row:
         site.cost.intensity,
         at.ridge(dtype),
         site.cost.bound(target, runs_on, fallback=True),
-        f"{runs_on} (streamed)" if device == STREAM else device + _hot_text(decision, run, site),
+        (f"{runs_on} (streamed)" if device == STREAM else device) + _hot_text(decision, run, site),
         _seconds(decision, site, device),
         f"{decision.machine.home} (streamed)" if other == STREAM else other,
         seconds,
@@ -86,7 +86,7 @@ def _row(decision: Decision, region: Region, run: Run, site: Site) -> Row:
 
 
 def _hot_text(decision: Decision, run: Run, site: Site) -> str:
-    """``, 16 hot on cuda:0 (38 %)``: the slots, and the share of choices expected there."""
+    """``, 16 hot on cuda:0 (38%)``: the slots, and the share of choices (or bytes) there."""
     slots = run.slots.get(site.number)
     if not slots:
         return ""
