@@ -26,7 +26,16 @@ from ktgraph.placement.graph import (
     Site,
     regions_of,
 )
-from ktgraph.placement.hot import Held, HotLayer, Wish, asked_nbytes, choose_hot, stack_key, wishes
+from ktgraph.placement.hot import (
+    Held,
+    HotLayer,
+    Wish,
+    asked_nbytes,
+    check_popularity,
+    choose_hot,
+    stack_key,
+    wishes,
+)
 from ktgraph.placement.lanes import op_workspace
 from ktgraph.placement.partition import (
     Budget,
@@ -188,6 +197,7 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     encodings = planned_encodings(module, settings)
     by_rule = rule_encodings(module, settings.rules)
     regions = regions_of(module, machine, calls, encodings, by_rule)
+    check_popularity(module, regions, settings.popularity)
     held = _held_rules(module, machine, settings, regions)
     attempt = partial(_decide_by, module, machine, settings, regions, calls, encodings)
     found = attempt(held)

@@ -83,6 +83,20 @@ def wishes(module: Module, regions: Sequence[Region], held: Held) -> dict[str, W
     return found
 
 
+def check_popularity(
+    module: Module, regions: Sequence[Region], popularity: Popularity | None
+) -> None:
+    """Raises PopularityError where a profile lacks one of the module's routers."""
+    if popularity is None:
+        return
+    for region in regions:
+        for site in (s for s in region.sites if s.op.name == "moe.route"):
+            experts = module.weight_of(site.op.weight(1)).type.dims[0].at(region.sizes)
+            for layer in region.layers:
+                router = router_name(module, site.op, {region.index: layer or 0})
+                popularity.of(router, experts)
+
+
 def _wish(module: Module, region: Region, site: Site, layer: int | None, rule: Rule) -> Wish:
     stack = module.weight_of(site.op.weight(3)).type
     experts = stack.dims[0].at(region.sizes)
@@ -261,6 +275,7 @@ __all__ = [
     "Splitting",
     "Wish",
     "asked_nbytes",
+    "check_popularity",
     "choose_hot",
     "stack_key",
     "wishes",
