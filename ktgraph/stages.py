@@ -412,6 +412,14 @@ class Compiled:
         """
         self.runner.set_residency(layer, experts)
 
+    def adapt_residency(self, every: int | None = 512) -> None:
+        """After every so many tokens, let the experts chosen most lately take over slots.
+
+        None ends it.  Texts may then differ in rare near-ties from those of fixed slots, where the
+        CPU rounds rows (integer weights).  Raises UnsupportedInputError where no layer has slots.
+        """
+        self.runner.adapt_residency(every)
+
     def popularity(self, prompts: Any, max_new_tokens: int = 32) -> Popularity:
         """How often each expert is chosen while prompts are read and continued greedily.
 

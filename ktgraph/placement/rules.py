@@ -7,6 +7,8 @@
         device: cpu
         encoding: int4(group=64)
       phase: decode                                             # optional
+    - match: {class: moe.grouped_mlp}
+      replace: {device: hot, experts: 16}                       # see placement/hot.py
 
 Of several rules that match an op the first one holds, for each layer of its own.  A rule that
 matches nothing is an error.

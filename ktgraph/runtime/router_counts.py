@@ -57,6 +57,10 @@ class RouterCounts:
         for counts in self.counts.values():
             counts.zero_()
 
+    def halve(self) -> None:
+        for counts in self.counts.values():
+            counts.floor_divide_(2)
+
     def popularity(self, model: str) -> Popularity:
         """What was counted since it was made, or cleared."""
         found = {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.errors import KtgraphError, UnsupportedInputError, is_whole
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.interp import Interpreter, WeightProvider
@@ -23,6 +23,7 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
 from ktgraph.runtime.executor import Executor, TraceEvent, chrome_trace
+from ktgraph.runtime.gpu.adaptation import Adaptation
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, Model
 from ktgraph.runtime.gpu.executor import GpuExecutor
@@ -206,6 +207,7 @@ class Runner(PagedRunner):
         phases = {p.name: _limits(p.arena.sizes, p.max_q) for p in plan.phases}
         super().__init__(plan.module, executor.shape, phases)
         self.executor = executor
+        self._adaptation: Adaptation | None = None
 
     @staticmethod
     def load(
@@ -287,9 +289,31 @@ class Runner(PagedRunner):
         with self._alone():
             executor.set_residency(layer, experts)
 
+    def adapt_residency(self, every: int | None) -> None:
+        """Let the hottest experts take over slots after every so many tokens; None: no longer."""
+        executor = self.executor
+        if every is not None and (not is_whole(every) or every < 1):
+            raise UnsupportedInputError(
+                f"every={every!r}: expected a whole number above 0, or None"
+            )
+        if not isinstance(executor, GpuExecutor) or not self.residency:
+            raise UnsupportedInputError(
+                "no layer has slots for hot experts: placement rules give them (device: hot), or "
+                "the option popularity"
+            )
+        with self._alone():
+            if self._adaptation is not None:
+                self._adaptation.end()
+            self._adaptation = None if every is None else Adaptation(executor, every)
+
     @contextmanager
     def counting_experts(self) -> Generator[RouterCounts]:
         """Count which experts the calls inside choose."""
+        if self._adaptation is not None:
+            raise UnsupportedInputError(
+                "router choices are counted already, to adapt residency: end that first, with "
+                "adapt_residency(None)"
+            )
         with self._alone():
             counts = self.executor.count_experts(True)
         assert counts is not None
@@ -305,7 +329,10 @@ class Runner(PagedRunner):
             executor.device.model = model
 
     def _call(self, phase: str, ids: list[int]) -> Tensor:
-        return self.executor.call(phase, ids, self._step)
+        found = self.executor.call(phase, ids, self._step)
+        if self._adaptation is not None:
+            self._adaptation.after(self._step.tokens)
+        return found
 
 
 def _vocabulary(module: Module, func: Function) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.errors import UnsupportedInputError, is_whole
-from ktgraph.placement.popularity import original
+from ktgraph.placement.popularity import original, router_name
 from ktgraph.runtime.gpu.device import GpuDevice, Step
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import LoadedWeights
@@ -39,9 +39,13 @@ class HotStack:
 
 @dataclass
 class HotLayer:
-    """A layer's table, and the stacks that it speaks of.  `experts[slot]` is an expert or -1."""
+    """A layer's table, and the stacks that it speaks of.  `experts[slot]` is an expert or -1.
+
+    router: the gate that chooses among them, as profiles name it.
+    """
 
     table: WeightUse
+    router: str
     stacks: list[HotStack] = field(default_factory=list[HotStack])
     experts: list[int] = field(default_factory=list[int])
 
@@ -61,6 +65,7 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
         ref, index = names[use.key]
         sources.setdefault((ref.name, index), []).append(use)
     tables = {(u.ref.name, u.index): u for u in uses}
+    routers = dict(_routers(plan))
     found: dict[int, HotLayer] = {}
     for use in uses:
         ref, index = names[use.key]
@@ -75,9 +80,20 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
         # where the host holds a stack twice, the form that needs no unpacking
         source = max(sources[below.name, member], key=lambda s: _same_bytes(use, s))
         held = tables[table[0].name, table[1]]
-        layer = found.setdefault(_number(held, found), HotLayer(held))
+        layer = found.setdefault(_number(held, found), HotLayer(held, routers[held.key]))
         layer.stacks.append(HotStack(use, source))
     return dict(sorted(found.items()))
+
+
+def _routers(plan: Plan) -> Iterator[tuple[str, str]]:
+    """By key of a table: the gate whose choices are told apart by it."""
+    for phase in plan.phases:
+        for item in phase.instructions:
+            step = phase.step(item)
+            route = step.op.value(0).producer if step.op.name == "moe.split_ids" else None
+            if route is not None:
+                (table,) = (o for o in item.operands if isinstance(o, WeightUse))
+                yield table.key, router_name(plan.module, route, step.bindings)
 
 
 def _number(table: WeightUse, found: dict[int, HotLayer]) -> int:

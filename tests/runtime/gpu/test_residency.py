@@ -17,6 +17,7 @@ import ktgraph as kt
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.ops.moe import grouped_mlp, split_ids
 from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.gpu.adaptation import exchanged
 from ktgraph.runtime.gpu.device import Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.runner import Runner
@@ -151,6 +152,50 @@ def test_experts_keep_their_slots_and_the_table_is_right() -> None:
     runner.executor.close()
 
 
+def test_slots_follow_what_is_chosen() -> None:
+    """One token again and again: its experts take the slots; texts stay as they were."""
+    device = CountingDevice()
+    runner = bind(plan_of("mla", HOT).module, OPTIONS, device)
+    with runner.counting_experts() as counts:
+        for _ in range(4):
+            seq = runner.open()
+            before = runner.forward([(seq, [7, 7, 7, 7])])
+            runner.close(seq)
+    chosen = counts.popularity("").counts["layers[1].mlp.gate"]
+    runner.set_residency(1, [])
+    runner.adapt_residency(8)
+    for _ in range(2):
+        seq = runner.open()
+        assert runner.residency == {1: []}  # the first look is after 8 tokens
+        after = runner.forward([(seq, [7, 7, 7, 7])])
+        runner.close(seq)
+    (hot,) = runner.residency.values()
+    wanted = sorted((e for e in range(6) if chosen[e]), key=lambda e: -chosen[e])[:3]
+    assert sorted(hot, key=lambda e: -chosen[e]) == wanted
+    assert nmse(after, before) < LIMIT
+    with pytest.raises(UnsupportedInputError, match="counted already"), runner.counting_experts():
+        pass
+    runner.adapt_residency(None)
+    with pytest.raises(UnsupportedInputError, match="every=0: expected a whole number"):
+        runner.adapt_residency(0)
+    runner.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("hot", "counts", "wanted"),
+    [
+        ([0, 1], [5, 5, 5, 5], [0, 1]),  # as hot as the others: nothing moves
+        ([0, 1], [5, 1, 2, 6], [0, 3]),
+        ([0, 1], [5, 6, 7, 7], [0, 1]),  # not clearly hotter
+        ([3], [0, 0, 0, 4], [3]),  # a free slot waits for an expert that is chosen
+        ([], [0, 1, 0, 4], [3, 1]),
+        ([2, 1], [9, 0, 0, 8], [3, 0]),
+    ],
+)
+def test_exchanges(hot: list[int], counts: list[int], wanted: list[int]) -> None:
+    assert exchanged(hot, 2, counts) == wanted
+
+
 @pytest.mark.parametrize(
     ("layer", "experts", "message"),
     [
@@ -172,7 +217,7 @@ def test_what_cannot_be_resident(layer: int, experts: list[int], message: str) -
         runner.set_residency(1, [3])
 
 
-def test_a_plan_without_slots_says_so(tiny_deepseek: Path) -> None:
+def test_a_plan_without_slots_says_so() -> None:
     runner = bind(
         plan_of("mla", "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}").module,
         OPTIONS,
@@ -180,6 +225,8 @@ def test_a_plan_without_slots_says_so(tiny_deepseek: Path) -> None:
     assert runner.residency == {}
     with pytest.raises(UnsupportedInputError, match="layers that have: none"):
         runner.set_residency(1, [0])
+    with pytest.raises(UnsupportedInputError, match="no layer has slots"):
+        runner.adapt_residency(8)
     runner.executor.close()
 
 
