@@ -177,7 +177,7 @@ def grouped_mlp(
     act: str,
     alpha: float,
     limit: float,
-    share: float,
+    share: float = 1.0,
 ) -> torch.Tensor:
     """Sum over the chosen experts of weight * w2[e] @ (act(gate) * up); W = 2*F, gate rows first.
 

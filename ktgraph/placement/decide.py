@@ -301,7 +301,7 @@ def _attempt(
     )  # fmt: skip
     decision.terms = _terms(decision, base, stream)
     if hot:
-        spare = memory - decision.used(machine.home)
+        spare = memory - decision.used(machine.home) - _split_values(regions)
         decision.hot = choose_hot(hot, spare, settings.popularity)
         slots = sum(layer.nbytes for layer in decision.hot.values())
         decision.terms = _terms(decision, [*base, *_slot_terms(machine, slots)], stream)
@@ -310,6 +310,12 @@ def _attempt(
     if machine.is_hybrid and decision.used(CPU) > host:
         raise _no_room(CPU, host, decision.terms, True)
     return decision
+
+
+def _split_values(regions: Sequence[Region]) -> float:
+    """Bytes of activations that the split adds: the hot experts' result, and two lists of ids."""
+    sites = [(r, s.op) for r in regions for s in r.sites if s.op.name == "moe.grouped_mlp"]
+    return max(r.nbytes(op.result) + 2 * r.nbytes(op.value(1)) for r, op in sites)
 
 
 def _slot_terms(machine: Machine, nbytes: float) -> list[Term]:

@@ -47,7 +47,7 @@ def test_both_sides_together_are_the_whole(tokens: int, slots: int) -> None:
     hot = torch.randperm(9, generator=rng)[:slots]
     table = torch.full((9,), -1, dtype=torch.int32)
     table[hot] = torch.arange(slots, dtype=torch.int32)
-    attrs: dict[str, Any] = {"act": "silu", "alpha": 1.7, "limit": 7.0, "share": 1.0}
+    attrs: dict[str, Any] = {"act": "silu", "alpha": 1.7, "limit": 7.0}
     whole = grouped_mlp(x, ids, weights, w13, w2, **attrs)
     here, there = split_ids(ids, table)
     assert torch.equal((here >= 0).int() + (there >= 0).int(), (ids >= 0).int())
