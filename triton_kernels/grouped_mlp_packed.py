@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter, prefetch_bytes
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
@@ -45,7 +46,8 @@ SCRATCH_BYTES = 1 << 30  # of unpacked experts
 @dataclass(frozen=True)
 class DecodeConfig:
     """gate_up_*: TILES (even), 64-byte blocks of a step (16 * warps at most), warps, stages, and
-    whether a step is loaded ahead (with one stage; see `tiles_times_rows`).
+    whether a step is loaded ahead (with one stage; see `tiles_times_rows`).  fetch: KB of its words
+    that a program asks for at once (see dependent.py), in launch 2 of each choice.
 
     down_*: the same of launch 2, whose tiles are the K choices and whose step follows from them.
     """
@@ -58,6 +60,8 @@ class DecodeConfig:
     down_warps: int = 8
     down_stages: int = 1
     down_ahead: bool = False
+    gate_up_fetch: int = 32
+    down_fetch: int = 32
 
     def down_kb(self, choices: int) -> int:
         """As many blocks as keep a step of h smaller than the program's threads."""
@@ -69,13 +73,15 @@ DECODE_F32 = DecodeConfig(down_warps=8)
 GATE_UP_SWEEP = (
     DECODE,
     *(
-        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=True)
-        for (tiles, kb), warps in product(((2, 8), (2, 16), (4, 8)), (2, 4, 8))
+        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead, gate_up_fetch=fetch)
+        for (tiles, kb), warps, ahead, fetch in product(
+            ((2, 8), (2, 16)), (2, 4, 8), (True, False), (0, 64, 128)
+        )
     ),
 )
 DOWN_SWEEP = tuple(
-    DecodeConfig(down_warps=warps, down_ahead=ahead)
-    for warps, ahead in product((4, 8, 16), (False, True))
+    DecodeConfig(down_warps=warps, down_ahead=ahead, down_fetch=fetch)
+    for warps, ahead, fetch in product((4, 8, 16), (False, True), (0, 32))
 )
 
 
@@ -164,7 +170,9 @@ def decode_gate_up(
         KB=kb,
         STAGES=config.gate_up_stages,
         AHEAD=config.gate_up_ahead,
+        FETCH=config.gate_up_fetch,
         num_warps=config.gate_up_warps,
+        **dependent_launch(),
     )
     return hidden
 
@@ -204,7 +212,9 @@ def decode_down(
         KB=config.down_kb(choices),
         STAGES=config.down_stages,
         AHEAD=config.down_ahead,
+        FETCH=config.down_fetch,
         num_warps=config.down_warps,
+        **dependent_launch(),
     )
 
 
@@ -298,11 +308,16 @@ def _gate_up(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
+    enter()
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
+    first = tl.program_id(1) * TILES
+    words = data + expert * stride + first.to(tl.int64) * blocks * 64
+    prefetch_bytes(words, tl.minimum(TILES, tiles - first) * blocks * 64, FETCH)
     tile = (tl.program_id(1) * TILES + tl.arange(0, TILES))[:, None, None]
     acc = tiles_times_rows(
         x + (pair // K).to(tl.int64) * stride_x,
@@ -358,13 +373,17 @@ def _down(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
+    enter()
     token, tile = tl.program_id(0), tl.program_id(1)
     choice = tl.arange(0, CHOICES)[:, None, None]
     pair = token * K + tl.minimum(choice, K - 1)
     expert = tl.load(ids + pair, mask=choice < K, other=-1).to(tl.int64)
     valid = expert >= 0
     expert = tl.maximum(expert, 0)
+    words = tl.reshape(expert * stride, [CHOICES, 1]) + tile.to(tl.int64) * blocks * 64
+    prefetch_bytes(data + words, blocks * 64, FETCH)
     y = tiles_times_rows(
         hidden + pair.to(tl.int64) * cols,
         data,
@@ -421,6 +440,7 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
         "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
         "AHEAD": config.down_ahead if is_down else config.gate_up_ahead,
+        "FETCH": config.down_fetch if is_down else config.gate_up_fetch,
     }
     if is_down:
         constants["CHOICES"] = choices

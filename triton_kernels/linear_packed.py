@@ -30,6 +30,13 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import (
+    dependent_launch,
+    enter,
+    prefetch_bytes,
+    start_dependents,
+    wait_for_inputs,
+)
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
@@ -56,6 +63,7 @@ class TileConfig:
     kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
     each warp alone, 16 at least (a group of 128 columns).
     ahead: of `_row`, with one stage: see `tiles_times_rows`.
+    fetch: KB of its words that a program of `_row` asks for at once (see dependent.py).
     """
 
     tiles: int
@@ -63,6 +71,7 @@ class TileConfig:
     warps: int
     stages: int
     ahead: bool = False
+    fetch: int = 32
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
@@ -70,13 +79,11 @@ ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
-ROW_SWEEP = (
-    ROW,
-    TileConfig(2, 128, 8, 1),
-    *(
-        TileConfig(tiles, kb * warps, warps, 1, ahead=True)
-        for tiles, kb, warps in product((1, 2), (8, 16), (2, 4, 8))
-    ),
+ROW_SWEEP = tuple(
+    TileConfig(tiles, kb * warps, warps, 1, ahead=ahead, fetch=fetch)
+    for (tiles, kb), warps, ahead, fetch in product(
+        ((1, 16), (2, 16), (2, 8)), (4, 8), (True, False), (0, 32, 128)
+    )
 )
 ROWS_SWEEP = tuple(
     TileConfig(tiles, kb, warps, stages)
@@ -173,7 +180,7 @@ def product_of_tiles(
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     kernel = _row if tokens == 1 else _rows
-    extra: dict[str, int] = {"AHEAD": tile.ahead}
+    extra: dict[str, int] = {"AHEAD": tile.ahead, "FETCH": tile.fetch}
     if tokens > 1:
         extra = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
     kernel[(triton.cdiv(w.tiles, tile.tiles),)](
@@ -202,6 +209,7 @@ def product_of_tiles(
         STAGES=tile.stages,
         num_warps=tile.warps,
         **extra,
+        **dependent_launch(),
     )
 
 
@@ -231,8 +239,14 @@ def _row(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    start_dependents()
+    first = tl.program_id(0) * TILES
+    at = data + first.to(tl.int64) * blocks * 64
+    prefetch_bytes(at, tl.minimum(TILES, tiles - first) * blocks * 64, FETCH)
+    wait_for_inputs()
+    tile = first + tl.arange(0, TILES)
     shown = tile[:, None, None]
     acc = tiles_times_rows(
         x,
@@ -286,6 +300,7 @@ def _rows(
     BLOCK_T: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    enter()
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
     kind = x.dtype.element_ty
     n = tl.arange(0, TILES * 16)
@@ -442,7 +457,7 @@ def _case(
     if block_t > 1:
         constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
     else:
-        constants["AHEAD"] = config.ahead
+        constants |= {"AHEAD": config.ahead, "FETCH": config.fetch}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     return CompileCase(
