@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 
 _BLOCK, _WARPS = 1024, 4
@@ -24,11 +25,14 @@ def split_ids(ids: torch.Tensor, slots: torch.Tensor, *, out) -> None:
     count = ids.numel()
     if count:
         grid = (triton.cdiv(count, _BLOCK),)
-        _split_ids[grid](ids, slots, hot, cold, count, BLOCK=_BLOCK, num_warps=_WARPS)
+        _split_ids[grid](
+            ids, slots, hot, cold, count, BLOCK=_BLOCK, num_warps=_WARPS, **dependent_launch()
+        )
 
 
 @triton.jit
 def _split_ids(ids, slots, hot, cold, count, BLOCK: tl.constexpr):
+    enter()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     id = tl.load(ids + at, mask=inside, other=-1)
