@@ -101,12 +101,16 @@ def _run_experts(
     slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide, device=flat.device)
     for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
-        both = F.linear(flat[token], w13[expert].to(x.dtype), None if b13 is None else b13[expert])
+        both = F.linear(flat[token], w13[expert].to(x.dtype), _bias(b13, expert, x.dtype))
         gate, up = torch.chunk(both, 2, dim=-1)
         hidden = gated(gate, up, act, alpha, limit)
-        out = F.linear(hidden, w2[expert].to(x.dtype), None if b2 is None else b2[expert])
+        out = F.linear(hidden, w2[expert].to(x.dtype), _bias(b2, expert, x.dtype))
         slots[token, position] = out.to(wide) * weights[token, position, None].to(wide)
     return slots.sum(1).to(x.dtype).reshape(x.shape)
+
+
+def _bias(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)
 
 
 @op(
