@@ -20,7 +20,8 @@ from ktgraph.ir.printer import print_op, print_weight
 from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import Refusal, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.decide import Settings, phase_call
+from ktgraph.placement.decide import phase_call
+from ktgraph.placement.decision import Settings
 from ktgraph.placement.lanes import CROSSING, OpTimes, crossing, op_device, source_device
 from ktgraph.placement.popularity import weight_name
 from ktgraph.target import Target

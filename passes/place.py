@@ -24,7 +24,8 @@ from ktgraph.ir.types import BatchType, StateType
 from ktgraph.ir.verify import COPIES, PENDING
 from ktgraph.ops.registry import op_def
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass, reorder
-from ktgraph.placement.decide import Decision, Run, Settings, decide
+from ktgraph.placement.decide import decide
+from ktgraph.placement.decision import Decision, Run, Settings
 from ktgraph.placement.graph import CPU, STREAM, Assign, Region
 from ktgraph.placement.hot import Splitting, stack_key
 from ktgraph.placement.popularity import Popularity

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 
 from ktgraph.cost import Call, type_nbytes
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.types import Encoding, StateType, TensorType
-from ktgraph.pass_api import CompileOptions
+from ktgraph.placement.decision import Decision, Run, Settings, Term
 from ktgraph.placement.graph import (
     CPU,
     GPU_WORKSPACE,
     HOT,
     STREAM,
     STREAM_BUFFERS,
-    Assign,
     Machine,
     Region,
-    Shares,
     Site,
     regions_of,
 )
 from ktgraph.placement.hot import (
-    Held,
-    HotLayer,
     Wish,
     asked_nbytes,
     check_popularity,
     choose_hot,
-    stack_key,
     wishes,
 )
+from ktgraph.placement.hot_runs import all_hot, hot_runs, may_be_hot, split_values
 from ktgraph.placement.lanes import op_workspace
 from ktgraph.placement.partition import (
     Budget,
@@ -49,105 +43,19 @@ from ktgraph.placement.partition import (
     make_cells,
     solve,
 )
-from ktgraph.placement.popularity import Popularity
 from ktgraph.placement.rules import (
     Rule,
     RuleError,
     match_rules,
     rule_encodings,
 )
-from ktgraph.runtime.arena import max_q, phase_sizes, plan_arena
+from ktgraph.runtime.arena import phase_sizes, plan_arena
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import parse_encoding
 from ktgraph.weights.policy import Policy
 
 _BUDGET_ENCODING = parse_encoding("int8")  # what a policy's error budget is priced as
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What place was asked for; sizes of the calls that are priced."""
-
-    options: CompileOptions
-    gpu_memory: int | None = None
-    rules: tuple[Rule, ...] = ()
-    context: int = 4096
-    batch: int = 1
-    popularity: Popularity | None = None
-
-
-@dataclass(frozen=True)
-class Term:
-    """Bytes on a device; `kind` is weights, kv, activations, workspace or pinned."""
-
-    device: str
-    kind: str
-    name: str
-    nbytes: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive layers of a region with one assignment.
-
-    slots, shares: of sites with hot experts, how many, and their share of choices; of streamed
-    sites their share of bytes.
-    """
-
-    layers: tuple[int | None, ...]
-    cell: Cell
-    config: Config
-    assign: Assign
-    seconds: float
-    slots: Mapping[int, int] = field(default_factory=dict[int, int])
-    shares: Shares = field(default_factory=dict[int, float])
-
-
-@dataclass
-class Decision:
-    """The outcome; `rules` gives the rule that held for (region, site, layer)."""
-
-    machine: Machine
-    settings: Settings
-    calls: dict[str, Call]
-    weights_of_calls: dict[str, float]
-    encodings: dict[str, Encoding]
-    regions: list[Region]
-    runs: dict[int, list[Run]]
-    state: str
-    streams: bool
-    cache_rows: int
-    terms: list[Term]
-    room: float  # bytes at home for matrices
-    pricer: Pricer
-    rules: dict[tuple[int, int, int | None], Rule] = field(
-        default_factory=dict[tuple[int, int, "int | None"], Rule]
-    )
-    hot: dict[str, HotLayer] = field(default_factory=dict[str, HotLayer])  # by stack of experts
-
-    def seconds(self, func: str) -> float:
-        """Predicted seconds of one call of a function."""
-        return sum(
-            run.seconds * len(run.layers)
-            for region in self.regions
-            if region.func.name == func
-            for run in self.runs[region.number]
-        )
-
-    @property
-    def request_seconds(self) -> float:
-        """Predicted seconds of a typical request."""
-        return sum(n * self.seconds(name) for name, n in self.weights_of_calls.items())
-
-    def device(self, region: Region, run: Run, site: Site) -> str:
-        """The device of a site that computes, or STREAM."""
-        if site.has_state:
-            return self.state
-        return run.assign.get(site.number, self.machine.home)
-
-    def used(self, device: str) -> float:
-        return sum(t.nbytes for t in self.terms if t.device == device)
 
 
 # -- what is priced --------------------------------------------------------------------------------
@@ -201,44 +109,14 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     held = _held_rules(module, machine, settings, regions)
     attempt = partial(_decide_by, module, machine, settings, regions, calls, encodings)
     found = attempt(held)
-    if settings.popularity is None or not _may_be_hot(found):
+    if settings.popularity is None or not may_be_hot(found):
         return found
     for prefill in (STREAM, HOT):
         try:
-            other = attempt(_all_hot(regions, held, settings.popularity, prefill))
+            other = attempt(all_hot(regions, held, settings.popularity, prefill))
         except MemoryBudgetError:  # no room for one expert of each layer
             continue
         found = min(found, other, key=lambda d: d.request_seconds)
-    return found
-
-
-def _may_be_hot(decision: Decision) -> bool:
-    """Whether some experts are on the host, and no rule says which are hot."""
-    if decision.hot or not decision.machine.is_hybrid:
-        return False
-    away = (CPU, STREAM)
-    return any(
-        decision.device(region, run, site) in away
-        for region in decision.regions
-        for run in decision.runs[region.number]
-        for site in region.sites
-        if site.op.name == "moe.grouped_mlp"
-    )
-
-
-def _all_hot(
-    regions: Sequence[Region], held: Held, popularity: Popularity, prefill: str
-) -> dict[tuple[int, int, int | None], Rule]:
-    """The rules, and for experts that none speaks of: hot ones, in prefill hot ones or streams."""
-    found = dict(held)
-    for region in regions:
-        is_prefill = region.func.attrs.get("phase") == "prefill"
-        device = prefill if is_prefill else HOT
-        rule = Rule(popularity.path, None, "moe.grouped_mlp", device, None, None)
-        for site in region.sites:
-            if site.op.name == "moe.grouped_mlp":
-                for layer in region.layers:
-                    found.setdefault((region.number, site.number, layer), rule)
     return found
 
 
@@ -301,70 +179,19 @@ def _attempt(
     )  # fmt: skip
     decision.terms = _terms(decision, base, stream)
     if hot:
-        spare = memory - decision.used(machine.home) - _split_values(regions)
+        spare = memory - decision.used(machine.home) - split_values(regions)
         decision.hot = choose_hot(hot, spare, settings.popularity)
         slots = sum(layer.nbytes for layer in decision.hot.values())
         decision.terms = _terms(decision, [*base, *_slot_terms(machine, slots)], stream)
-        decision.runs = _hot_runs(module, decision)
+        decision.runs = hot_runs(module, decision)
     host = machine.target.device(CPU).memory if machine.is_hybrid else memory
     if machine.is_hybrid and decision.used(CPU) > host:
         raise _no_room(CPU, host, decision.terms, True)
     return decision
 
 
-def _split_values(regions: Sequence[Region]) -> float:
-    """Bytes of activations that the split adds: the hot experts' result, and two lists of ids."""
-    sites = [(r, s.op) for r in regions for s in r.sites if s.op.name == "moe.grouped_mlp"]
-    return max(r.nbytes(op.result) + 2 * r.nbytes(op.value(1)) for r, op in sites)
-
-
 def _slot_terms(machine: Machine, nbytes: float) -> list[Term]:
     return [Term(machine.home, "weights", "slots of hot experts", nbytes)]
-
-
-def _hot_runs(module: Module, decision: Decision) -> dict[int, list[Run]]:
-    """The runs, parted where layers have different numbers of slots."""
-    found: dict[int, list[Run]] = {}
-    for region in decision.regions:
-        found[region.number] = held = list[Run]()
-        for run in decision.runs[region.number]:
-            sites = [_hot_sites(module, decision, region, run, layer) for layer in run.layers]
-            pairs = zip(run.layers, sites, strict=True)
-            for _, group in groupby(pairs, key=lambda p: {n: h.slots for n, h in p[1].items()}):
-                layers, hot = zip(*group, strict=True)
-                held.append(_with_hot(decision, region, replace(run, layers=layers), hot))
-    return found
-
-
-def _hot_sites(
-    module: Module, decision: Decision, region: Region, run: Run, layer: int | None
-) -> dict[int, HotLayer]:
-    """The slots of a layer by site: of experts that the host computes, or streams for a prompt."""
-    found: dict[int, HotLayer] = {}
-    places = (CPU,) if max_q(region.func) == 1 else (CPU, STREAM)
-    for site in region.sites:
-        if site.op.name == "moe.grouped_mlp" and run.assign.get(site.number) in places:
-            hot = decision.hot.get(stack_key(module, region, site, layer))
-            found |= {} if hot is None else {site.number: hot}
-    return found
-
-
-def _with_hot(
-    decision: Decision, region: Region, run: Run, hot: Sequence[Mapping[int, HotLayer]]
-) -> Run:
-    """The run and its price; `hot` by layer, with equally many slots in all of them."""
-    if not hot[0]:
-        return run
-    shares: dict[int, float] = {}
-    for number in hot[0]:
-        layers = [sites[number] for sites in hot]
-        parts = [
-            layer.share if run.assign[number] == CPU else layer.slots / layer.of for layer in layers
-        ]
-        shares[number] = sum(parts) / len(parts)
-    slots = {n: layer.slots for n, layer in hot[0].items()}
-    seconds = decision.pricer.makespan(region, run.assign, shares)
-    return replace(run, seconds=seconds, slots=slots, shares=shares)
 
 
 def home_memory(machine: Machine, settings: Settings) -> float:
@@ -563,10 +390,6 @@ def _runs(
 
 
 __all__ = [
-    "Decision",
-    "Run",
-    "Settings",
-    "Term",
     "cache_nbytes",
     "decide",
     "home_memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ktgraph.placement.decide import Decision, Run, Term
+from ktgraph.placement.decision import Decision, Run, Term
 from ktgraph.placement.graph import CPU, STREAM, Region, Site
 from ktgraph.target.description import round_size
 

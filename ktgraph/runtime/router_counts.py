@@ -21,7 +21,10 @@ def is_route(phase: PhasePlan, item: Instruction) -> bool:
 
 
 class RouterCounts:
-    """i64[experts] for every router of a plan, on the device where ids are made."""
+    """i64[experts] for every router of a plan, on the device where ids are made.
+
+    Only steps of the device write them: what was counted before is taken off on the host.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
@@ -31,11 +34,12 @@ class RouterCounts:
         for phase in plan.phases:
             for step in (s for s in phase.flat.ops if s.op.name == _ROUTE):
                 experts = plan.module.weight_of(step.op.weight(1)).type.dims[0]
-                made = torch.zeros(experts.at(plan.module.dims), dtype=torch.int64, device=device)
-                self.counts.setdefault(self._name(step), made)
+                made = torch.zeros(experts.at(plan.module.dims), dtype=torch.int64)
+                self.counts.setdefault(self._name(step), made.to(device))
                 self._top_k = self._choices(step)
                 most = max(most, phase.arena.sizes.tokens * self._top_k)
-        self._ones = torch.ones(most, dtype=torch.int64, device=device)
+        self._ones = torch.ones(most, dtype=torch.int64).to(device)
+        self._before = {name: [0] * len(c) for name, c in self.counts.items()}
 
     def _name(self, step: FlatOp) -> str:
         return router_name(self.plan.module, step.op, step.bindings)
@@ -54,18 +58,20 @@ class RouterCounts:
         return add
 
     def clear(self) -> None:
-        for counts in self.counts.values():
-            counts.zero_()
+        """Begin anew, between two calls."""
+        self._before = self._now()
 
-    def halve(self) -> None:
-        for counts in self.counts.values():
-            counts.floor_divide_(2)
+    def _now(self) -> dict[str, list[int]]:
+        return {
+            name: cast("list[int]", c.cpu().tolist())  # pyright: ignore[reportUnknownMemberType]
+            for name, c in self.counts.items()
+        }
 
     def popularity(self, model: str) -> Popularity:
         """What was counted since it was made, or cleared."""
         found = {
-            name: cast("list[int]", c.cpu().tolist())  # pyright: ignore[reportUnknownMemberType]
-            for name, c in self.counts.items()
+            name: [a - b for a, b in zip(now, self._before[name], strict=True)]
+            for name, now in self._now().items()
         }
         tokens = max((sum(c) for c in found.values()), default=0) // self._top_k
         return Popularity(model, tokens, found)

@@ -17,7 +17,8 @@ from ktgraph.ir.parser import parse_module
 from ktgraph.ir.verify import verify
 from ktgraph.pass_api import CompileOptions, reorder
 from ktgraph.pipeline import Pipeline
-from ktgraph.placement.decide import Decision, Settings, decide
+from ktgraph.placement.decide import decide
+from ktgraph.placement.decision import Decision, Settings
 from ktgraph.placement.popularity import Popularity, PopularityError
 from ktgraph.placement.rules import RuleError, parse_rules
 from ktgraph.runtime.cache import CacheShape

@@ -28,6 +28,7 @@ class Adaptation:
         assert counts is not None
         self.counts: RouterCounts = counts
         self._tokens = 0  # since the last look
+        self._lately: dict[str, list[int]] = {}  # counts by router, older ones halved
 
     def after(self, tokens: int) -> None:
         """Note that a call of so many tokens has ended; look when it is time."""
@@ -37,13 +38,15 @@ class Adaptation:
             self._look()
 
     def _look(self) -> None:
-        counted = self.counts.popularity("").counts
+        for router, new in self.counts.popularity("").counts.items():
+            old = self._lately.get(router, [0] * len(new))
+            self._lately[router] = [n + o // 2 for n, o in zip(new, old, strict=True)]
+        self.counts.clear()
         for number, layer in self.executor.residency.layers.items():
             hot = [e for e in layer.experts if e >= 0]
-            wanted = exchanged(hot, len(layer.experts), counted[layer.router])
+            wanted = exchanged(hot, len(layer.experts), self._lately[layer.router])
             if wanted != hot:
                 self.executor.set_residency(number, wanted)
-        self.counts.halve()
 
     def end(self) -> None:
         """Count no longer; experts stay where they are."""
