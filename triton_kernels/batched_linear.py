@@ -22,12 +22,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind
-from ktgraph.triton_kernels.dependent import (
-    dependent_launch,
-    prefetch_rows,
-    start_dependents,
-    wait_for_inputs,
-)
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded
@@ -116,7 +111,7 @@ def _batched_linear(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    start_dependents()
+    enter()
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
@@ -125,10 +120,6 @@ def _batched_linear(
     w_at = (
         w + head * stride_w_head + row[None, :] * stride_w_row + column[:, None] * stride_w_column
     )
-    if stride_w_column == 1:
-        first = tl.minimum(row, width - 1)
-        prefetch_rows(w + head * stride_w_head + first * stride_w_row, depth, ROWS)
-    wait_for_inputs()
     is_token = (token < tokens)[:, None]
     is_row = (row < width)[None, :]
     acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
-from ktgraph.triton_kernels.dependent import dependent_launch, enter, prefetch_bytes
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
@@ -46,8 +46,7 @@ SCRATCH_BYTES = 1 << 30  # of unpacked experts
 @dataclass(frozen=True)
 class DecodeConfig:
     """gate_up_*: TILES (even), 64-byte blocks of a step (16 * warps at most), warps, stages, and
-    whether a step is loaded ahead (with one stage; see `tiles_times_rows`).  fetch: KB of its words
-    that a program asks for at once (see dependent.py), in launch 2 of each choice.
+    whether a step is loaded ahead (with one stage; see `tiles_times_rows`).
 
     down_*: the same of launch 2, whose tiles are the K choices and whose step follows from them.
     """
@@ -57,11 +56,9 @@ class DecodeConfig:
     gate_up_warps: int = 4
     gate_up_stages: int = 1
     gate_up_ahead: bool = True
-    down_warps: int = 8
+    down_warps: int = 16
     down_stages: int = 1
-    down_ahead: bool = False
-    gate_up_fetch: int = 32
-    down_fetch: int = 32
+    down_ahead: bool = True
 
     def down_kb(self, choices: int) -> int:
         """As many blocks as keep a step of h smaller than the program's threads."""
@@ -69,19 +66,18 @@ class DecodeConfig:
 
 
 DECODE = DecodeConfig()
-DECODE_F32 = DecodeConfig(down_warps=8)
+DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
+DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 GATE_UP_SWEEP = (
     DECODE,
     *(
-        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead, gate_up_fetch=fetch)
-        for (tiles, kb), warps, ahead, fetch in product(
-            ((2, 8), (2, 16)), (2, 4, 8), (True, False), (0, 64, 128)
-        )
+        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead)
+        for (tiles, kb), warps, ahead in product(((2, 8), (2, 16)), (2, 4, 8), (True, False))
     ),
 )
 DOWN_SWEEP = tuple(
-    DecodeConfig(down_warps=warps, down_ahead=ahead, down_fetch=fetch)
-    for warps, ahead, fetch in product((4, 8, 16), (False, True), (0, 32))
+    DecodeConfig(down_warps=warps, down_ahead=ahead)
+    for warps, ahead in product((4, 8, 16), (False, True))
 )
 
 
@@ -121,11 +117,17 @@ def grouped_mlp_packed(
     if most is None:
         most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or (DECODE_F32 if x.dtype == torch.float32 else DECODE)
+        chosen = config or _decode_config(x.dtype, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
+
+
+def _decode_config(dtype: torch.dtype, width: int) -> DecodeConfig:
+    if dtype == torch.float32:
+        return DECODE_F32
+    return DECODE_WIDE if width >= 1536 else DECODE
 
 
 def decode_gate_up(
@@ -170,7 +172,6 @@ def decode_gate_up(
         KB=kb,
         STAGES=config.gate_up_stages,
         AHEAD=config.gate_up_ahead,
-        FETCH=config.gate_up_fetch,
         num_warps=config.gate_up_warps,
         **dependent_launch(),
     )
@@ -212,7 +213,6 @@ def decode_down(
         KB=config.down_kb(choices),
         STAGES=config.down_stages,
         AHEAD=config.down_ahead,
-        FETCH=config.down_fetch,
         num_warps=config.down_warps,
         **dependent_launch(),
     )
@@ -308,16 +308,12 @@ def _gate_up(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     enter()
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
-    first = tl.program_id(1) * TILES
-    words = data + expert * stride + first.to(tl.int64) * blocks * 64
-    prefetch_bytes(words, tl.minimum(TILES, tiles - first) * blocks * 64, FETCH)
     tile = (tl.program_id(1) * TILES + tl.arange(0, TILES))[:, None, None]
     acc = tiles_times_rows(
         x + (pair // K).to(tl.int64) * stride_x,
@@ -326,6 +322,8 @@ def _gate_up(
         tile,
         tile < tiles,
         cols,
+        blocks,
+        0,
         blocks,
         groups,
         scales_at,
@@ -373,7 +371,6 @@ def _down(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     enter()
     token, tile = tl.program_id(0), tl.program_id(1)
@@ -382,8 +379,6 @@ def _down(
     expert = tl.load(ids + pair, mask=choice < K, other=-1).to(tl.int64)
     valid = expert >= 0
     expert = tl.maximum(expert, 0)
-    words = tl.reshape(expert * stride, [CHOICES, 1]) + tile.to(tl.int64) * blocks * 64
-    prefetch_bytes(data + words, blocks * 64, FETCH)
     y = tiles_times_rows(
         hidden + pair.to(tl.int64) * cols,
         data,
@@ -391,6 +386,8 @@ def _down(
         tile + choice * 0,
         valid,
         cols,
+        blocks,
+        0,
         blocks,
         groups,
         scales_at,
@@ -440,7 +437,6 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
         "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
         "AHEAD": config.down_ahead if is_down else config.gate_up_ahead,
-        "FETCH": config.down_fetch if is_down else config.gate_up_fetch,
     }
     if is_down:
         constants["CHOICES"] = choices

@@ -24,12 +24,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind
-from ktgraph.triton_kernels.dependent import (
-    dependent_launch,
-    prefetch_rows,
-    start_dependents,
-    wait_for_inputs,
-)
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded
 
@@ -135,11 +130,9 @@ def _multiply_add(
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    start_dependents()
+    enter()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, width - 1).to(tl.int64)  # rows past the edge repeat the last one
-    prefetch_rows(w + inside * stride_w, depth, ROWS)
-    wait_for_inputs()
     column = tl.arange(0, COLS)
     w_at = w + inside[:, None] * stride_w + column[None, :]
     x_at = x + column

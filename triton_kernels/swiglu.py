@@ -21,12 +21,7 @@ import triton.language as tl
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind
-from ktgraph.triton_kernels.dependent import (
-    dependent_launch,
-    prefetch_rows,
-    start_dependents,
-    wait_for_inputs,
-)
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.linear import LinearConfig, linear, multiplies_and_adds
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
@@ -101,12 +96,9 @@ def _gate_up_multiply_add(
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    start_dependents()
+    enter()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, width - 1).to(tl.int64)  # rows past the edge repeat the last one
-    prefetch_rows(w13 + inside * stride_w, depth, ROWS)
-    prefetch_rows(w13 + (inside + width) * stride_w, depth, ROWS)
-    wait_for_inputs()
     column = tl.arange(0, COLS)
     gate_at = w13 + inside[:, None] * stride_w + column[None, :]
     up_at = gate_at + width.to(tl.int64) * stride_w

@@ -15,6 +15,7 @@ from ktgraph.triton_kernels.linear_packed import (
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 
 BOUND = 2e-5  # bf16 results: 2^-9 relative each, and bf16 weights where the matrix units run
+ONE_TOKEN = 4e-5  # 4-bit weights meet bytes: E(largest of 8 normal numbers ^ 2) / (12 * 127^2)
 
 
 def reference(name: str, *operands: torch.Tensor | None, **attrs: object) -> torch.Tensor:
@@ -34,7 +35,7 @@ def test_linear_of_one_token(
         y = poisoned(1, rows, dtype=dtype, device=device)
         linear_packed(x, w, bias, out=(y,))
         wanted = reference("nn.linear", x.float(), values, bias).to(dtype)
-        check(y, wanted, BOUND)
+        check(y, wanted, ONE_TOKEN)
 
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
