@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import (
+    DEFERRED,
     HOT,
     HOT_EXPERTS,
     OPTIONS,
@@ -84,6 +85,16 @@ def test_quantized_experts(quantize: str, experts: str) -> None:
     assert forms == {"tile", "tile@cuda:0", "stored@cuda:0"}
     for layer in (0, 1):
         pair.executor.set_residency(layer, [5, 2])
+    assert max(follow(pair, [9, 3], [1, 2])) <= LIMIT
+
+
+def test_deferred_experts_beside_hot_ones() -> None:
+    """Of the lightest choices, those on the host come a layer later; hot ones do not."""
+    pair = make_hybrid(gqa_layers(3), HOT, pipeline=DEFERRED, defer=1)
+    decode = pair.runner.module.functions["decode"]
+    assert "lossy" in decode.attrs
+    names = [op.name for op in decode.walk()]
+    assert "moe.by_weight" not in names  # the router sorted them
     assert max(follow(pair, [9, 3], [1, 2])) <= LIMIT
 
 
