@@ -26,7 +26,7 @@ from ktgraph.ir.verify import COPIES
 from ktgraph.ops import build
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.lanes import CROSSING, op_device
-from ktgraph.placement.popularity import original
+from ktgraph.placement.popularity import SAME_EXPERTS, original
 from ktgraph.runtime.arena import max_q
 
 WEIGHT_STREAM = 1  # the stream of `xfer.copy` on which weights cross
@@ -199,12 +199,12 @@ class _Inserting:
         """
         if max_q(self.func) == 1:
             return 1.0
-        stack = original(self.module, ref, None)[0].name
+        stack = original(self.module, ref, None, SAME_EXPERTS)[0].name
         for weight in self.module.weights.values():
             made = weight.recipe
             if made is None or made.kind != "resident" or weight.type.device is not None:
                 continue
-            if original(self.module, made.args[0], None)[0].name == stack:
+            if original(self.module, made.args[0], None, SAME_EXPERTS)[0].name == stack:
                 of = self.module.weights[stack].type.dims[0].at(self.module.dims)
                 return round(1.0 - weight.type.dims[0].at(self.module.dims) / of, 4)
         return 1.0

@@ -16,6 +16,7 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module, Op, WeightRef
 
 _FORMAT = "ktgraph.popularity 1"
+SAME_EXPERTS = ("identity", "quantize", "pack")  # recipes that keep a stack's experts
 
 
 class PopularityError(UnsupportedInputError):
@@ -109,11 +110,11 @@ def router_name(module: Module, route: Op, bindings: Mapping[str, int]) -> str:
 def original(
     module: Module, ref: WeightRef, index: int | None, kinds: Sequence[str] = ("identity",)
 ) -> tuple[WeightRef, int | None]:
-    """What a weight is, below recipes of the kinds given."""
+    """What a weight is, below recipes of the kinds given; index None: of a family as a whole."""
     weight = module.weights[ref.name]
     while weight.recipe is not None and weight.recipe.kind in kinds:
         ref = weight.recipe.args[0]
-        if ref.index is not None:
+        if ref.index is not None and (index is not None or not weight.is_family):
             index = ref.index.at({} if index is None else {weight.var: index})
         weight = module.weights[ref.name]
     return WeightRef(ref.name), index if weight.is_family else None
@@ -124,4 +125,11 @@ def weight_name(ref: WeightRef, index: int | None) -> str:
     return ref.name if index is None else ref.name.replace("[]", f"[{index}]", 1)
 
 
-__all__ = ["Popularity", "PopularityError", "original", "router_name", "weight_name"]
+__all__ = [
+    "SAME_EXPERTS",
+    "Popularity",
+    "PopularityError",
+    "original",
+    "router_name",
+    "weight_name",
+]

@@ -100,9 +100,11 @@ def test_a_profile_says_which_experts(tmp_path: Path) -> None:
     assert "cpu, 3 hot on cuda:0 (99%)" in ctx.artifacts["placement.txt"]
 
 
-def test_streamed_layers_cross_without_what_has_slots() -> None:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_streamed_layers_cross_without_what_has_slots(quantize: str | None) -> None:
     stream = "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
-    module, _ = placed(stream + HOT)
+    module = gqa_layers(2)
+    place(module, stream + HOT, options=replace(OPTIONS, quantize=quantize))
     (copy,) = [op for op in module.functions["prefill"].walk() if op.name == "xfer.copy"]
     assert copy.attrs["share"] == 0.5
     assert not any(op.name == "moe.split_ids" for op in module.functions["prefill"].walk())

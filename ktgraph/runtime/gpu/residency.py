@@ -19,13 +19,12 @@ import torch
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.errors import UnsupportedInputError, is_whole
-from ktgraph.placement.popularity import original, router_name
+from ktgraph.placement.popularity import SAME_EXPERTS, original, router_name
 from ktgraph.runtime.gpu.device import GpuDevice, Step
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import Plan
 
-_SAME = ("identity", "quantize", "pack")  # recipes that keep a stack's experts
 Stack = tuple[str, "int | None"]  # a weight by name, and which member of a family
 
 
@@ -59,7 +58,7 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
     """The layers of a plan that have slots, by number; `experts` are not known yet."""
     module = plan.module
     uses = plan.loaded()
-    names = {u.key: original(module, u.ref, u.index, _SAME) for u in uses}
+    names = {u.key: original(module, u.ref, u.index, SAME_EXPERTS) for u in uses}
     sources: dict[Stack, list[WeightUse]] = {}
     for use in (u for u in uses if u.device == "cpu"):
         ref, index = names[use.key]
@@ -76,7 +75,7 @@ def hot_layers(plan: Plan) -> dict[int, HotLayer]:
         stack, table = (
             (a, None if a.index is None else a.index.at(at)) for a in weight.recipe.args
         )
-        below, member = original(module, *stack, _SAME)
+        below, member = original(module, *stack, SAME_EXPERTS)
         # where the host holds a stack twice, the form that needs no unpacking
         source = max(sources[below.name, member], key=lambda s: _same_bytes(use, s))
         held = tables[table[0].name, table[1]]
