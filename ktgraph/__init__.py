@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ktgraph.ir import Module
     from ktgraph.ops import kernel, no, op
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
+    from ktgraph.patching import Patched, patch, unpatch
+    from ktgraph.planner import plan
     from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
@@ -23,6 +25,7 @@ __all__ = [
     "Lowered",
     "Module",
     "Pass",
+    "Patched",
     "Rule",
     "RulePass",
     "Target",
@@ -35,8 +38,11 @@ __all__ = [
     "load_target",
     "no",
     "op",
+    "patch",
+    "plan",
     "register_pass",
     "trace",
+    "unpatch",
 ]
 
 _HOMES = {
@@ -44,6 +50,8 @@ _HOMES = {
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
     "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.patching": ("Patched", "patch", "unpatch"),
+    "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),

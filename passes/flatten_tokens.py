@@ -8,7 +8,8 @@ Why: one graph then serves prefill, decode and mixed batches; lm_head never runs
 Before:  @main(%ids: i64[b, s], %batch: batch, …) -> (f32[b, s, VOC], …)
 After:   @main(%ids: i32[T], %batch: batch, …) -> (f32[O, VOC], …)
 
-A function with an op that is not computed token by token is left as it is, with the op named.
+A function with an op that is not computed token by token is left as it is, with the op named.  One
+that takes no batch (a block of a model) keeps every row of its results.
 """
 
 from __future__ import annotations
@@ -45,25 +46,25 @@ class FlattenTokens(Pass):
 
     def run(self, module: Module, ctx: PassContext) -> None:
         traced = [f for f in module.functions.values() if _is_traced(f)]
-        for function in traced:
-            if not any(isinstance(a.type, BatchType) for a in function.args):
-                ctx.note(f"@{function.name} is no causal LM (it takes no batch): its axes stay")
-                return
         flat: list[Function] = []
         for function in traced:
             try:
                 flat.append(_Flattener(module, function).run())
             except NotPerTokenError as error:
                 ctx.refused(self.name, error.op, error.reason)
+                if not _takes_batch(function):
+                    ctx.note(f"@{function.name} keeps its own axes: {error.reason}")
                 return
         if not flat or not ctx.may_rewrite(self.name, traced[0].body.ops[0]):
             return
         module.functions.update({f.name: f for f in flat})
         for name in _TRACED:
             module.syms.pop(name, None)
-        module.syms.update({k: v for k, v in _SYMS.items() if k not in module.syms})
+        wanted = _SYMS if any(map(_takes_batch, flat)) else {"T": _SYMS["T"]}
+        module.syms.update({k: v for k, v in wanted.items() if k not in module.syms})
         for function in flat:
-            _gather_logits(module, function)
+            if _takes_batch(function):
+                _gather_logits(module, function)
 
 
 class NotPerTokenError(ValueError):
@@ -73,6 +74,10 @@ class NotPerTokenError(ValueError):
         super().__init__(reason)
         self.op = op
         self.reason = reason
+
+
+def _takes_batch(function: Function) -> bool:
+    return any(isinstance(a.type, BatchType) for a in function.args)
 
 
 def _is_traced(function: Function) -> bool:

@@ -44,7 +44,7 @@ def attend_sequence(
     flops=lambda d: 2.0 * d.attend * d.H * (d.A + d.V),
     reads=lambda d: d.nbytes(0) + 4.0 * d.S * d.G * (d.A + d.V),
     launches=2,
-    reach={"cuda": (0.6, 0.45)},
+    reach={"cuda": (0.6, 0.45), "cpu": (1.0, 0.3)},
     cases=[case(T=1, S=63, H=4, G=2, A=16, V=16), case(T=7, S=130, H=6, G=3, A=64, V=64)],
 )
 def sdpa(

@@ -25,7 +25,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 @op(
     "nn.linear(x: f[..., K], w: f[N, K], b: f[N]?) -> f[..., N]",
     flops=lambda d: 2.0 * d.tokens * d.N * d.K,
-    reach={"cuda": (0.6, 0.85)},
+    reach={"cuda": (0.6, 0.85), "cpu": (0.95, 1.0)},
     cases=[case(T=1, K=250, N=33), case(T=3, K=48, N=15), case(T=65, K=256, N=40)],
 )
 def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +36,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> t
 @op(
     "nn.batched_linear(x: f[..., H, K], w: f[H, N, K]) -> f[..., H, N]",
     flops=lambda d: 2.0 * d.tokens * d.H * d.N * d.K,
-    reach={"cuda": (0.5, 0.5)},
+    reach={"cuda": (0.5, 0.5), "cpu": (0.6, 1.0)},
     cases=[case(T=1, H=3, N=33, K=20), case(T=9, H=4, N=16, K=64)],
 )
 def batched_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def act(x: torch.Tensor, *, act: str) -> torch.Tensor:
     'nn.swiglu(x: f[..., D], w13: f[W, D], w2: f[D, M]; act: str = "silu") -> f[..., D]',
     flops=lambda d: 6.0 * d.tokens * d.M * d.D,
     launches=2,
-    reach={"cuda": (0.6, 0.85)},
+    reach={"cuda": (0.6, 0.85), "cpu": (0.95, 1.0)},
     cases=[case(T=1, D=48, M=33, W=66), case(T=9, D=64, M=40, W=80)],
 )
 def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, act: str) -> torch.Tensor:

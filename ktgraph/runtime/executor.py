@@ -80,7 +80,7 @@ class Executor:
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if needs_native else None
         self._phases = {p.name: _BoundPhase(self, p, p.segments) for p in plan.phases}
-        self._ports = {p.name: _Port(self, p) for p in plan.phases}
+        self._ports: dict[str, _Port] = {}  # of phases of a causal language model
         self._batch = _native_batch() if needs_native else None
 
     @property
@@ -92,6 +92,8 @@ class Executor:
 
         Raises ExecutionError when an op fails.
         """
+        if phase not in self._ports:
+            self._ports[phase] = _Port(self, self.plan.phase(phase))
         port = self._ports[phase]
         port.ids[: step.tokens] = ids
         if self._batch is not None:
@@ -101,6 +103,26 @@ class Executor:
             phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
         )
         return logits_as_f32(port.logits[: step.rows])
+
+    def call_tensors(
+        self, phase: str, inputs: Sequence[torch.Tensor], step: StepArrays
+    ) -> list[torch.Tensor]:
+        """Run one phase of a plain module on its arguments; results in memory of their own.
+
+        Raises ExecutionError when an op fails.
+        """
+        plan = self.plan.phase(phase)
+        for slot, value in zip(argument_slots(plan)[0], inputs, strict=True):
+            self.window(phase, slot, step.tokens, step.rows).copy_(value)
+        if self._batch is not None:
+            step.give_to(self._batch)
+        page_size = self.shape.page_size
+        self.run(
+            phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
+        )
+        return [
+            self.window(phase, slot, step.tokens, step.rows).clone() for slot in plan.flat.returns
+        ]
 
     def count_experts(self, on: bool) -> RouterCounts | None:
         """Count which experts are chosen in the calls to come, or no longer; calls are slower."""

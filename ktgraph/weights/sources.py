@@ -101,6 +101,19 @@ class ModelSource:
                 "hold no values; load the model with weights, or give its folder"
             )
 
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, torch.Tensor], label: str) -> ModelSource:
+        """Tensors that no module holds under these names; `label` names their owner in errors."""
+        found = ModelSource(nn.Module())
+        found._tensors.update({name: t.detach() for name, t in tensors.items()})
+        found._label = label
+        return found
+
+    def release(self, prefix: str) -> None:
+        """Let go of the tensors whose names begin so, for a caller that frees them."""
+        for name in [n for n in self._tensors if n.startswith(prefix)]:
+            del self._tensors[name]
+
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 
