@@ -7,10 +7,12 @@
 Weights are synthetic: one random matrix per shape and encoding, physically copied to every place
 that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Tokens
 are random, and routers choose by what comes of them.  The floor of a decode step is, over layers,
-attention and router at HBM bandwidth, the hand-over (10 µs, assumed), and the longer of the shared
-expert and the chosen experts' bytes at DRAM bandwidth; then the head.  Where experts are deferred,
-only those that are waited for count so, and no step is shorter than all experts' bytes at DRAM
-bandwidth.  All bandwidths are measured in the same run.
+attention and router at HBM bandwidth, the hand-over (10 µs, assumed), and the longer of what the
+GPU computes beside the CPU (the shared expert, hot experts) and the CPU's chosen experts' bytes at
+DRAM bandwidth; then the head.  Where experts are deferred, only those that are waited for count so,
+and no step is shorter than all experts' bytes at DRAM bandwidth.  All bandwidths are measured in
+the same run.  Of hot experts, the share of choices that they got in the run is told; the floor
+takes what uniform choices would give.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from ktgraph.ir.parser import parse_module
 from ktgraph.measured import timeline_events
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.runtime.cache import CacheShape
+from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.runner import Runner, gpu_device
@@ -50,6 +53,10 @@ _ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
 _STREAMED = (
     "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
     "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n  phase: decode\n"
+)
+_HOT = (  # as many hot experts as the budget leaves room for
+    "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
+    "- match: {class: moe.grouped_mlp}\n  replace: {device: hot}\n  phase: decode\n"
 )
 
 
@@ -81,7 +88,9 @@ _ALL = (
     Cell("v2-236b-21g", "deepseek-v2", _INT4_REST_INT8, _STREAMED, "21GiB", 4096),
     Cell("v2-236b-21g-deferred", "deepseek-v2", _INT4_REST_INT8, _STREAMED, "21GiB", 4096, defer=2),
     Cell("v2-236b-130g", "deepseek-v2", _INT4_REST_INT8, "", "130GiB", 4096),
+    Cell("v2-236b-48g-hot", "deepseek-v2", _INT4_REST_INT8, _HOT, "48GiB", 4096),
     Cell("qwen2-57b-12g", "qwen2-57b-a14b", _INT4_REST_INT8, _STREAMED, "12GiB", 4096),
+    Cell("qwen2-57b-20g-hot", "qwen2-57b-a14b", _INT4_REST_INT8, _HOT, "20GiB", 4096),
 )
 CELLS = {c.name: c for c in _ALL}
 
@@ -147,15 +156,17 @@ def bytes_of(plan: Plan) -> Bytes:
     phase = plan.phase("decode")
     top_k = plan.module.dims.get("K", 1)
     seen: set[str] = set()
-    for use in phase.uses():
-        if use.key in seen:
+    for item, use in ((i, o) for i in phase.instructions for o in i.operands):
+        if not isinstance(use, WeightUse) or use.key in seen:
             continue
         seen.add(use.key)
         size, shape = use_nbytes(use), [d.const() for d in use.type.dims]
         if "embed" in use.ref.name:
             continue
         if "expert" in use.ref.name and len(shape) == 3:
-            chosen = size * top_k / shape[0]
+            share = phase.step(item).op.attrs.get("share", 1.0)  # of choices, with hot experts
+            assert isinstance(share, float)
+            chosen = size * top_k * share / shape[0]
             if use.device == "cpu":
                 found.cpu_experts += chosen
             else:
@@ -169,11 +180,9 @@ def bytes_of(plan: Plan) -> Bytes:
 
 def decode_floor(read: Bytes, layers: int, dram: float, hbm: float, deferred: float = 0.0) -> float:
     """Seconds of a step that no schedule goes below; `deferred` is a share of the experts."""
-    base = (read.gpu + read.gpu_experts) / hbm
-    if not read.cpu_experts:
-        return base + read.shared / hbm
-    beside = max(read.shared / hbm, read.cpu_experts * (1 - deferred) / dram)
-    return max(base + beside + layers * HANDOVER, read.cpu_experts / dram)
+    here = (read.shared + read.gpu_experts) / hbm
+    beside = max(here, read.cpu_experts * (1 - deferred) / dram)
+    return max(read.gpu / hbm + beside + layers * HANDOVER, read.cpu_experts / dram)
 
 
 def hbm_bandwidth() -> float:
@@ -206,7 +215,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     threads = max(1, len(load_native().default_cpus()) - 1)
     begin = time.perf_counter()
     uses = plan.loaded()
-    weights = CopiedWeights(device.torch_device).load(uses)
+    weights = CopiedWeights(module, device.torch_device).load(uses)
     torch.cuda.synchronize()
     made = time.perf_counter() - begin
     options = options_of(cell)
@@ -252,7 +261,26 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "made_s": made,
         "bytes": asdict(read),
         "handovers": handovers,
+        "hot": hot_share(runner, cell.context),
     }
+
+
+def hot_share(runner: Runner, context: int) -> dict[str, float] | None:
+    """Slots of a layer, and the share of a few decode steps' choices that they got."""
+    slots = sum(len(experts) for experts in runner.residency.values())
+    if not slots:
+        return None
+    with runner.counting_experts() as counts:
+        seq = runner.open()
+        runner.forward([(seq, _tokens(runner, context))])
+        counts.clear()  # the prompt's
+        for token in _tokens(runner, 16):
+            runner.forward([(seq, [token])])
+        runner.close(seq)
+    found = counts.popularity("")
+    layers = list(zip(found.counts, runner.residency.values(), strict=True))
+    shares = [found.share(router, len(found.counts[router]), hot) for router, hot in layers]
+    return {"slots": slots / len(layers), "share": sum(shares) / len(shares)}
 
 
 def profile(runner: Runner, context: int, prompt: int) -> str:
@@ -329,15 +357,17 @@ def finished() -> dict[str, dict[str, Any]]:
 def table() -> str:
     lines = [
         "| cell | decode tok/s | ms | floor ms | of floor | prefill tok/s | GPU GiB "
-        "| DRAM GB/s | HBM TB/s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| DRAM GB/s | HBM TB/s | hot |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in finished().values():
         dram = ", ".join(f"{x / 1e9:.0f}" for x in r["dram"])
+        hot = r.get("hot")
+        shown = f"{hot['slots']:.0f}: {hot['share']:.0%}" if hot else "-"
         lines.append(
             f"| {r['cell']} | {r['decode_tok_s']:.1f} | {r['decode_ms']:.2f} | {r['floor_ms']:.2f} "
             f"| {r['of_floor']:.0%} | {r['prefill_tok_s']:.0f} ({r['prefill_tokens']}) "
-            f"| {r['gpu_bytes'] / 2**30:.1f} | {dram} | {r['hbm'] / 1e12:.2f} |"
+            f"| {r['gpu_bytes'] / 2**30:.1f} | {dram} | {r['hbm'] / 1e12:.2f} | {shown} |"
         )
     return "\n".join(lines)
 

@@ -98,7 +98,7 @@ def main() -> None:
         f"{len(uses)} weights, {step.total / 1e9:.2f} GB; a step reads {step.weights / 1e9:.3f} GB"
     )
     begin = time.perf_counter()
-    weights = CopiedWeights().load(uses)
+    weights = CopiedWeights(plan.module).load(uses)
     print(f"made in {time.perf_counter() - begin:.1f} s")
     threads = args.threads or len(load_native().default_cpus())
     runner = Runner.bind(plan, weights, CacheShape(32, 32, 512), threads)

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from ktgraph.ir.graph import Module
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.native import dense_dtype
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.weights.encodings import empty_packed, pack_matrix
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import RandomSource
 
 # Routers get normal weights of this size: scores differ from token to token and layer to layer, so
 # that every expert is chosen now and then.
@@ -80,10 +83,14 @@ MODELS: dict[str, Callable[[int | None], Any]] = {
 
 
 class CopiedWeights:
-    """One random matrix per (shape, encoding), copied to every place that wants one."""
+    """One random matrix per (shape, encoding), copied to every place that wants one.
 
-    def __init__(self, gpu: torch.device | None = None) -> None:
+    Tables of hot experts are the module's own.
+    """
+
+    def __init__(self, module: Module, gpu: torch.device | None = None) -> None:
         self.gpu = gpu
+        self._tables = WeightEvaluator(module, RandomSource(module))
         self._random = torch.Generator().manual_seed(0)
         self._packed: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
 
@@ -116,6 +123,8 @@ class CopiedWeights:
     def _dense(self, use: WeightUse, shape: tuple[int, ...]) -> torch.Tensor:
         dtype = torch_dtype(dense_dtype(use))
         place = self.gpu if use.device != "cpu" else torch.device("cpu")
+        if dtype == torch.int32:
+            return self._tables.tensor(use.ref, use.index).to(place)
         if len(shape) == 1:  # norms, biases, tables of frequencies
             return torch.full(shape, 0.5, dtype=dtype, device=place)
         scale = ROUTER if use.ref.name.endswith("gate") else shape[-1] ** -0.5

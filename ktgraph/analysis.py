@@ -22,6 +22,7 @@ from ktgraph.placement.lanes import (
     DiskTier,
     FlatSchedule,
     crossing,
+    crossing_share,
     is_stream,
     live_peaks,
     op_device,
@@ -185,7 +186,8 @@ class CallCost:
 
     def _moved(self, row: OpRow) -> float:
         if row.op.name in CROSSING:
-            return sum(type_nbytes(r.type, self.predicted.times.sizes) for r in row.op.results)
+            sizes = self.predicted.times.sizes
+            return sum(type_nbytes(r.type, sizes) for r in row.op.results) * crossing_share(row.op)
         return row.cost.read + row.cost.written
 
     def table(self) -> str:

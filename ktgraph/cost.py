@@ -198,11 +198,15 @@ _MOVERS = frozenset(
 )
 
 
-def _dims(module: Module, op: Op, definition: OpDef, bindings: Mapping[str, int]) -> dict[str, int]:
+def _dims(
+    module: Module, op: Op, definition: OpDef, bindings: Mapping[str, int]
+) -> dict[str, float]:
     types = [None if o is None else module.type_of(o) for o in op.operands]
-    found = definition.signature.bind(types, definition.signature.full_attrs(op.attrs))
+    attrs = definition.signature.full_attrs(op.attrs)
+    found = definition.signature.bind(types, attrs)
     known = {k: _evaluate(d, bindings) for k, d in found.dims.items()}
-    return {**bindings, **{k: v for k, v in known.items() if v is not None}}
+    shares = {k: v for k, v in attrs.items() if isinstance(v, float)}
+    return {**bindings, **shares, **{k: v for k, v in known.items() if v is not None}}
 
 
 def _evaluate(dim: Dim, bindings: Mapping[str, int]) -> int | None:

@@ -11,13 +11,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ktgraph.errors import KtgraphError
-from ktgraph.ir.graph import Block, Function, Module, Op, Weight
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.graph import Block, Function, Module, Op, Value, Weight
 from ktgraph.ir.printer import print_op, print_weight
 from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import Refusal, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.decide import Settings, phase_call
+from ktgraph.placement.decide import phase_call
+from ktgraph.placement.decision import Settings
 from ktgraph.placement.lanes import (
     CROSSING,
     OpTimes,
@@ -26,10 +30,14 @@ from ktgraph.placement.lanes import (
     op_device,
     source_device,
 )
+from ktgraph.placement.popularity import weight_name
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import nbytes
+from ktgraph.weights.evaluate import WeightEvaluator
+from ktgraph.weights.sources import RandomSource
 
+_MOST_LAYERS = 8  # whose hot experts are listed
 _MOST = 6  # ops that are explained in full; of more, the lines
 
 
@@ -104,6 +112,22 @@ def _line(op: Op) -> str:
     return print_op(op).split("\n")[0]
 
 
+def _split_of(value: Value) -> Op | None:
+    """The op that told hot from cold experts, of a value that one side or both computed."""
+    op = value.producer
+    if op is None or op.name == "moe.split_ids":
+        return op
+    if op.name == "moe.grouped_mlp":
+        return _split_of(op.value(1))
+    if op.name in CROSSING:
+        source = op.operand(op.results.index(value))
+        return _split_of(source) if isinstance(source, Value) else None
+    if op.name == "tensor.add":
+        first, second = map(_split_of, op.values)
+        return first if first is second else None
+    return None
+
+
 def _results(op: Op) -> str:
     return ", ".join(f"%{r.name}" for r in op.results)
 
@@ -121,6 +145,7 @@ class _Asking:
         lines = [f"@{place.func.name}{place.layers}", f"  {_line(place.op)}"]
         lines += [f"  {line}" for line in self._where(place)]
         lines += [f"  {line}" for line in self._handed_over(place)]
+        lines += [f"  {line}" for line in self._hot(place)]
         lines += [f"  {line}" for line in self._prices(place)]
         lines += [f"  {line}" for line in self._written(place)]
         lines += [f"  {line}" for line in self._kernels(place.op)]
@@ -161,6 +186,26 @@ class _Asking:
         beside = [o for o in between if self._works_at_home(o)]
         shown = ", ".join(f"{_results(o)} ({o.via or o.name})" for o in beside)
         yield f"meanwhile {self.module.home} computes {shown or 'nothing'}"
+
+    def _hot(self, place: _Place) -> Iterator[str]:
+        """Of experts with slots: how many, and which of each layer have them at first."""
+        split = next((s for s in map(_split_of, place.op.results) if s is not None), None)
+        if split is None:
+            return
+        ref = split.weight(1)
+        table = self.module.weights[ref.name]
+        values = WeightEvaluator(self.module, RandomSource(self.module))  # a table reads no source
+        members = range(table.lo, table.hi + 1) if table.is_family else (None,)
+        slots = table.recipe.get("slots") if table.recipe is not None else None
+        count = slots.at(self.module.dims) if isinstance(slots, Dim) else 0
+        of = table.type.dims[0].at(self.module.dims)
+        yield f"{count} of {of} experts have slots on {self.module.home}; when loaded:"
+        for number in members[:_MOST_LAYERS]:
+            found = values.tensor(ref, number)
+            hot = [int(torch.where(found == slot)[0]) for slot in range(count)]
+            yield f"  {weight_name(ref, number)}: {' '.join(map(str, hot))}"
+        if len(members) > _MOST_LAYERS:
+            yield f"  and {len(members) - _MOST_LAYERS} layers more"
 
     def _works_at_home(self, op: Op) -> bool:
         at_home = op_device(self.module, op) == self.module.home

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import SLOTS, Dim
 from ktgraph.ir.graph import Module, Witness
 from ktgraph.ir.literals import literals, set_literals
 from ktgraph.ir.types import TensorType
@@ -160,6 +160,8 @@ def _wish(name: str, real: dict[str, int], chosen: dict[str, int]) -> tuple[int,
         return each * chosen.get("NG", 3), chosen.get("NG", 1)
     if name in ("P", "A"):
         return 16, 2
+    if name.startswith(SLOTS):
+        return 4, 1
     return _PREFERRED.get(name, 37), 2 if name == "D" else 1
 
 

@@ -137,6 +137,7 @@ class CompileOptions:
     )
     page_size: int = 32
     rules: str | None = None  # YAML placement rules file
+    popularity: str | None = None  # a profile of the router's choices (ktgraph profile)
     threads: int | None = None
 
 

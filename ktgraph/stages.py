@@ -28,6 +28,7 @@ from ktgraph.model_input import ModelCard, ModelInput, is_gguf
 from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
 from ktgraph.perplexity import Perplexity, perplexity
+from ktgraph.placement.popularity import Popularity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
 from ktgraph.runtime.packed import packed_weights, packing_nbytes, use_nbytes
 from ktgraph.runtime.plan import Plan
@@ -46,13 +47,14 @@ Ids = Sequence[int]
 Prompt = str | Ids | Tensor
 _CARD = "model.json"  # the member of a .ktplan that holds the `ModelCard`
 _PLACEMENT = "placement.txt"
+_PATHS = ("rules", "popularity")  # options that may be given as a Path
 _CONTEXT = 4096  # rows of a sequence where the model allows more and the user says nothing
 
 
 def compile_options(card: ModelCard, dtype: str, given: dict[str, Any]) -> CompileOptions:
     """What the user gave over the defaults; None means the default.  Unknown names are errors."""
     check_options(given)
-    chosen = {k: str(v) if k == "rules" else v for k, v in given.items() if v is not None}
+    chosen = {k: str(v) if k in _PATHS else v for k, v in given.items() if v is not None}
     context = min(card.max_context or _CONTEXT, _CONTEXT)
     options = replace(CompileOptions(), **{"context": context, "dtype": dtype, **chosen})
     if card.max_context is not None and options.context > card.max_context:
@@ -80,7 +82,7 @@ def check_options(given: dict[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
             raise UnsupportedInputError(f"unknown option {name!r}; {hint}")
-        fault = option_fault(name, str(given[name]) if name == "rules" else given[name])
+        fault = option_fault(name, str(given[name]) if name in _PATHS else given[name])
         if fault is not None and given[name] is not None:
             raise UnsupportedInputError(fault)
 
@@ -119,7 +121,7 @@ class Traced:
             environment's KTGRAPH_VALIDATE says.
         dump: folder for every pass's IR and reports; None: what KTGRAPH_DUMP says.
         options: fields of `CompileOptions`: quantize, max_tokens, context, max_batch, cache_rows,
-            exact, defer, rules, threads, page_size.  None means the default.
+            exact, defer, rules, popularity, threads, page_size.  None means the default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
         if validate not in (None, 0, 1, 2):
@@ -465,6 +467,40 @@ class Compiled:
                 f"window={window!r}, bos={bos!r}: expected a whole number, and a token id or None"
             )
         return perplexity(self.runner, self.limits, text, window=window, bos=first)
+
+    # ---- hot experts
+
+    @property
+    def residency(self) -> dict[int, list[int]]:
+        """Experts with slots on the GPU, by layer, as they are now; empty without hot experts."""
+        return self.runner.residency
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Let these experts of a layer live on the GPU, at most as many as it has slots.
+
+        Between two calls, also in the middle of a streamed text: bytes of new experts are copied,
+        results stay as they are but for round-off, and no CUDA graph is captured again.  `save`
+        keeps the change.  Raises UnsupportedInputError.
+        """
+        self.runner.set_residency(layer, experts)
+
+    def adapt_residency(self, every: int | None = 512) -> None:
+        """After every so many tokens, let the experts chosen most lately take over slots.
+
+        None ends it.  Texts may then differ in rare near-ties from those of fixed slots, where the
+        CPU rounds rows (integer weights).  Raises UnsupportedInputError where no layer has slots.
+        """
+        self.runner.adapt_residency(every)
+
+    def popularity(self, prompts: Any, max_new_tokens: int = 32) -> Popularity:
+        """How often each expert is chosen while prompts are read and continued greedily.
+
+        prompts: as `generate` takes them.  `Popularity.save` writes the file that the compile
+        option `popularity` takes.
+        """
+        with self.runner.counting_experts() as counts:
+            self.generate(prompts, max_new_tokens)
+        return counts.popularity(self.card.name)
 
     # ---- what it is and costs
 

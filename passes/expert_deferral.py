@@ -269,6 +269,8 @@ class _Deferring:
         """Ids and weights by descending weight; a router that chooses with no bias has them so."""
         ids, weights = host.value(1), host.value(2)
         route = ids.producer
+        if route is not None and route.name == "moe.split_ids":  # every choice keeps its place
+            route = route.value(0).producer
         if route is not None and route.name == "moe.route" and route.operand(2) is None:
             return ids, weights
         names = [self.func.fresh_name(f"{v.name}.sorted") for v in (ids, weights)]

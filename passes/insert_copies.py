@@ -4,7 +4,8 @@ Values that one op needs from one device cross together, and a value crosses onc
 What the host computes between ops of the GPU crosses by `xfer.post` and `xfer.await`, which do not
 stop the GPU, with a mailbox number for each layer, and for each of several hand-overs of a layer.
 What a repeat carries on the host stays there, and is awaited where the next layer reads it.
-Streamed weights cross as `xfer.copy {stream = 1}`.  Caches never move.
+Streamed weights cross as `xfer.copy {stream = 1}`, without the experts that have slots (`share`).
+Caches never move.
 
 Before:  %routed = moe.grouped_mlp %h, %ids, %wts, @w13, @w2 : bf16[T, D]@cpu
 After:   %h.cpu, %ids.cpu, %wts.cpu = xfer.post %h, %ids, %wts {mailbox = i}
@@ -25,6 +26,8 @@ from ktgraph.ir.verify import COPIES
 from ktgraph.ops import build
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.lanes import CROSSING, op_device
+from ktgraph.placement.popularity import SAME_EXPERTS, original
+from ktgraph.runtime.arena import max_q
 
 WEIGHT_STREAM = 1  # the stream of `xfer.copy` on which weights cross
 _SUFFIXES = ("cpu", "q", "p")  # what passes put behind the names of weights they derive
@@ -177,7 +180,8 @@ class _Inserting:
         if not places:
             return
         refs = [op.weight(p) for p in places]
-        made = self._insert(block, op, "xfer.copy", refs, device, {"stream": WEIGHT_STREAM}, {})
+        attrs = {"stream": WEIGHT_STREAM, "share": self._share(refs[0])}
+        made = self._insert(block, op, "xfer.copy", refs, device, attrs, {})
         operands = list(op.operands)
         for position, value in zip(places, made.results, strict=True):
             operands[position] = value
@@ -187,6 +191,23 @@ class _Inserting:
         if not isinstance(operand, WeightRef):
             return False
         return (self.module.weight_of(operand).type.device or self._home) != device
+
+    def _share(self, ref: WeightRef) -> float:
+        """Share of a stack that crosses: experts that have slots at home do not.
+
+        All do in a phase that is captured: its copies would not see that experts moved.
+        """
+        if max_q(self.func) == 1:
+            return 1.0
+        stack = original(self.module, ref, None, SAME_EXPERTS)[0].name
+        for weight in self.module.weights.values():
+            made = weight.recipe
+            if made is None or made.kind != "resident" or weight.type.device is not None:
+                continue
+            if original(self.module, made.args[0], None, SAME_EXPERTS)[0].name == stack:
+                of = self.module.weights[stack].type.dims[0].at(self.module.dims)
+                return round(1.0 - weight.type.dims[0].at(self.module.dims) / of, 4)
+        return 1.0
 
     def _insert(
         self,

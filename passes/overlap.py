@@ -19,7 +19,8 @@ from typing import ClassVar
 from ktgraph.ir.graph import Block, Function, Module, Op, Value, attr
 from ktgraph.ir.types import StateType
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
-from ktgraph.placement.decide import Settings, phase_call
+from ktgraph.placement.decide import phase_call
+from ktgraph.placement.decision import Settings
 from ktgraph.placement.lanes import CROSSING, OpTimes, op_lane
 from ktgraph.placement.report import aligned
 from ktgraph.placement.schedule import Schedule, Task, in_order, list_schedule

@@ -3,7 +3,8 @@
 Each op costs max(FLOPs / peak, bytes / bandwidth) + launch on a device, a value that crosses costs
 latency + bytes / bandwidth; the critical path of each phase is made short while weights, cache,
 activations and workspace fit the GPU (docs/placement.md).  Experts of a layer stay on the GPU, are
-computed on the CPU, or stream to the GPU.  YAML rules override.  insert-copies adds the copies.
+computed on the CPU, or stream to the GPU; of those on the CPU some may be hot, with slots on the
+GPU (ktgraph/placement/hot.py).  YAML rules override.  insert-copies adds the copies.
 
 Before:  module @m … %routed = moe.grouped_mlp %h, %ids, %wts, @w13, @w2 : bf16[T, D]
 After:   module @m home cuda:0 … %routed = moe.grouped_mlp … : bf16[T, D]@cpu
@@ -22,9 +23,12 @@ from ktgraph.ir.repeats import split_repeat_at
 from ktgraph.ir.types import BatchType, StateType
 from ktgraph.ir.verify import COPIES, PENDING
 from ktgraph.ops.registry import op_def
-from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
-from ktgraph.placement.decide import Decision, Run, Settings, decide
+from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass, reorder
+from ktgraph.placement.decide import decide
+from ktgraph.placement.decision import Decision, Run, Settings
 from ktgraph.placement.graph import CPU, STREAM, Assign, Region
+from ktgraph.placement.hot import Splitting, stack_key
+from ktgraph.placement.popularity import Popularity
 from ktgraph.placement.report import Row, layers_text, placement_text, rows_of
 from ktgraph.placement.rules import RULES_FILE, read_rules, split_where_rules_differ
 from ktgraph.rewrite import derived_weight, reference
@@ -51,6 +55,11 @@ class Place(Pass):
     context: int | None = None  # rows of a sequence that is priced; none: the compile option
     batch: int = 1  # sequences of a decode step that is priced
 
+    def numerics_for(self, module: Module) -> Numerics:
+        """With hot experts the sum over a token's experts has another order."""
+        is_split = any(op.name == "moe.split_ids" for op in module.walk())
+        return reorder() if is_split else self.numerics
+
     def run(self, module: Module, ctx: PassContext) -> None:
         if module.home is not None:
             _check_same_target(module, ctx)
@@ -72,6 +81,7 @@ class Place(Pass):
         blocks = _Applying(module, decision).apply()
         regions = [r for r in decision.regions for _ in decision.runs[r.number]]
         named = [r for part in zip(rows, regions, blocks, strict=True) for r in _renamed(*part)]
+        _split_hot(module, decision, blocks)
         _report(module, ctx, decision, named)
 
     def _settings(self, ctx: PassContext) -> Settings:
@@ -85,6 +95,7 @@ class Place(Pass):
             tuple(rules),
             self.context or ctx.options.context,
             self.batch,
+            None if ctx.options.popularity is None else Popularity.load(ctx.options.popularity),
         )
 
 
@@ -95,6 +106,20 @@ def _check_same_target(module: Module, ctx: PassContext) -> None:
         f"@{module.name} was placed for target {module.target_hash}, this is {ctx.target.name} "
         f"({ctx.target.hash}): go on from a module that the pass place has not seen"
     )
+
+
+def _split_hot(module: Module, decision: Decision, blocks: Sequence[Block]) -> None:
+    """Part the experts of layers with slots; `blocks` are those of every run, in order."""
+    splitting = Splitting(module, decision.hot)
+    runs = [(r, run) for r in decision.regions for run in decision.runs[r.number]]
+    found: list[tuple[Region, Op, list[str]]] = []
+    for (region, run), block in zip(runs, blocks, strict=True):
+        for number in (n for n in run.slots if run.assign[n] == CPU):  # others stream all
+            site = region.sites[number]
+            keys = [stack_key(module, region, site, layer) for layer in run.layers]
+            found.append((region, _op_in(block, region, number), keys))
+    for region, op, keys in found:
+        splitting.split(region.func, op, keys)
 
 
 class _Applying:
@@ -224,12 +249,16 @@ class _Devices:
 # -- report ----------------------------------------------------------------------------------------
 def _renamed(rows: Sequence[Row], region: Region, block: Block) -> Iterator[Row]:
     """Rows with the names that the ops have after repeats were split, which may add ops."""
-    kept = {id(op) for op in block.ops}
     for row in rows:
-        own = region.sites[row.number].op
-        op = own if id(own) in kept else block.ops[row.number]
+        op = _op_in(block, region, row.number)
         names = ", ".join(f"%{r.name}" for r in op.results)
         yield replace(row, value=f"{row.value.split(' ')[0]} {names}")
+
+
+def _op_in(block: Block, region: Region, number: int) -> Op:
+    """The op of a site in the block of one of the region's runs."""
+    own = region.sites[number].op
+    return own if own.block is block else block.ops[number]
 
 
 def _report(module: Module, ctx: PassContext, decision: Decision, rows: Sequence[Row]) -> None:
@@ -260,6 +289,10 @@ def _expert_lines(decision: Decision) -> Iterator[str]:
             for site in (s for s in region.sites if s.is_experts):
                 device = decision.device(region, run, site)
                 where = shown.get(device, f"computed on {device}")
+                if site.number in run.slots:
+                    what = "bytes" if device == STREAM else "choices expected"
+                    share = f"{run.shares[site.number]:.0%} of {what}"
+                    where = f"{where}, {run.slots[site.number]} hot ones on {home} ({share})"
                 at = "" if run.layers[0] is None else f" of layers {layers_text(run.layers)}"
                 yield f"@{region.func.name}: experts{at} {where}"
 

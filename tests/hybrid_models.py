@@ -43,6 +43,8 @@ EXPERTS: Mapping[str, str] = {
     "streamed": _ALWAYS.format("stream"),
     "streamed prefill": _PREFILL + _ALWAYS.format("cpu"),
 }
+HOT = "- match: {class: moe.grouped_mlp}\n  replace: {device: hot, experts: 3}\n"
+HOT_EXPERTS: Mapping[str, str] = {"hot": HOT, "hot, streamed prefill": _PREFILL + HOT}
 
 
 def gqa_layers(layers: int) -> Module:
@@ -192,6 +194,8 @@ def greedy(runner: Runner, steps: int = 60) -> list[int]:
 __all__ = [
     "DEFERRED",
     "EXPERTS",
+    "HOT",
+    "HOT_EXPERTS",
     "OPTIONS",
     "PIPELINE",
     "Hybrid",

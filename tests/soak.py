@@ -3,8 +3,9 @@
     python tests/soak.py --seconds 1200 --target simulated
 
 Prompts of random lengths run in random batches; some are cancelled (generators closed early, Ctrl-C
-in the middle of a call), some sequences are truncated and continued.  All tokens are compared with
-greedy references of the CPU target.  A hang dumps every thread's stack and ends with exit code 1.
+in the middle of a call), some sequences are truncated and continued; hot experts change between
+jobs.  All tokens are compared with greedy references of the CPU target.  A hang dumps every
+thread's stack and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from ktgraph.runtime.gpu.executor import GpuExecutor
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-deepseek-v2"
 CONTEXT, MAX_BATCH, MAX_TOKENS = 96, 4, 32
 PROMPTS, LONGEST, NEW = 24, 60, 12
+EXPERTS = 16  # of a layer of the model
 CLEAR = 1e-2  # a reference ends where the best two logits are closer than this: targets may differ
 PATIENCE = 120.0  # seconds of one job
 ALLOWED_GROWTH = 16 << 20  # bytes
-_EXPERTS_ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
+_HOT_EXPERTS = "- match: {class: moe.grouped_mlp}\n  replace: {device: hot, experts: 5}\n"
 
 
 class SoakError(AssertionError):
@@ -51,13 +53,13 @@ class Reference:
 
 # -- setting up -----------------------------------------------------------------------------------
 def compiled(traced: kt.Traced, name: str) -> kt.Compiled:
-    """The model on a target by name; with a GPU, its routed experts stay on the CPU."""
+    """The model on a target by name; with a GPU, some of its routed experts live there."""
     target: Any = name
     if name == "simulated":
         target = kt.hybrid(gpu_memory="4GiB", cpu_threads=1, gpu="simulated")
     with TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.yaml"
-        rules.write_text(_EXPERTS_ON_CPU)
+        rules.write_text(_HOT_EXPERTS)
         given = str(rules) if name in ("simulated", "hybrid") else None
         lowered = traced.lower(
             target, rules=given, context=CONTEXT, max_batch=MAX_BATCH, max_tokens=MAX_TOKENS
@@ -166,6 +168,7 @@ class Soak:
 
     def job(self) -> None:
         """One random job; raises SoakError."""
+        self._move()
         kinds = [self.batch, self.closed_early, self.interrupted, self.truncated]
         kind = self.rng.choices(kinds, weights=(4, 2, 2, 3))[0]
         kind()
@@ -173,6 +176,13 @@ class Soak:
         sequences = self.exe.runner.sequences
         if len(sequences) or sequences.pool.free != sequences.pool.pages:
             raise SoakError(f"{kind.__name__} left {len(sequences)} sequences open, or lost pages")
+
+    def _move(self) -> None:
+        """Now and then, other experts of a layer get its slots on the GPU."""
+        hot = self.exe.residency
+        if hot and self.rng.random() < 0.5:
+            experts = self.rng.sample(range(EXPERTS), self.rng.randint(0, 5))
+            self.exe.set_residency(self.rng.choice(sorted(hot)), experts)
 
     def batch(self) -> None:
         """More prompts than fit into one batch, or fewer, run to their ends."""

@@ -80,9 +80,13 @@ def grouped_mlp(
     act: str,
     alpha: float,
     limit: float,
+    share: float = 1.0,
     config: Config | None = None,
 ) -> None:
-    """`config` overrides the table's choice (for benchmarks); its type chooses the form."""
+    """`config` overrides the table's choice (for benchmarks); its type chooses the form.
+
+    share: only prices read it; a form is chosen for the most ids that may come.
+    """
     tokens, top_k = ids.shape
     if tokens == 0:
         return

@@ -100,11 +100,15 @@ def grouped_mlp_packed(
     act: str,
     alpha: float,
     limit: float,
+    share: float = 1.0,
     config: DecodeConfig | None = None,
     decode_pairs: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
-    """decode_pairs: the most pairs for the decode form (default: from the number of experts)."""
+    """decode_pairs: the most pairs for the decode form (default: from the number of experts).
+
+    share: only prices read it.
+    """
     if ids.numel() == 0:
         return
     assert x.stride(-1) == out[0].stride(-1) == 1

@@ -24,6 +24,7 @@ COMMANDS = (
     "dump",
     "opt",
     "explain",
+    "profile",
     "diff",
     "bisect",
     "replay",

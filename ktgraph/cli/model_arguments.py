@@ -19,6 +19,7 @@ _OPTIONS = (
     "max_batch",
     "context",
     "rules",
+    "popularity",
     "threads",
     "exact",
     "defer",
@@ -44,6 +45,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, metavar="N", help="most sequences of one call")
     parser.add_argument("--threads", type=int, metavar="N", help="default: as measured")
     parser.add_argument("--rules", metavar="FILE", help="YAML placement rules")
+    parser.add_argument(
+        "--popularity", metavar="FILE", help="which experts are hot: made by ktgraph profile"
+    )
     parser.add_argument(
         "--activations",
         choices=("auto", "f32"),

@@ -33,7 +33,9 @@ STANDARD_DIMS: dict[str, str] = {
     "V": "value head size (MLA)",
     "R": "latent key/value rank (MLA)",
     "RQ": "latent query rank (MLA)",
+    "HOT": "slots of a layer's hot experts on the GPU (HOT2 ... where layers differ)",
 }
+SLOTS = "HOT"
 STANDARD_SYMS: dict[str, str] = {
     "T": "tokens in the call, all sequences concatenated",
     "B": "sequences in the call",

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import SLOTS, Dim
 from ktgraph.ir.graph import Attr, Block, Function, Module, Op, Operand, Value, Weight, WeightRef
 from ktgraph.ir.printer import print_op, print_weight
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
@@ -135,7 +135,8 @@ def _literal_faults(module: Module, where: str, dim: Dim, shown: str) -> Iterato
     if module.witnesses or not module.dims or not dim.is_const:
         return
     value = dim.const()
-    named = [n for n, v in module.dims.items() if v == value]
+    # numbers of slots are chosen by `place`; no size of the model ever stands for one
+    named = [n for n, v in module.dims.items() if v == value and not n.startswith(SLOTS)]
     if value >= _SMALLEST_LITERAL and named:
         hint = f"write {' or '.join(named)} (name-dims does it)"
         yield Fault(where, f"the literal {value} in {shown} equals dim {named[0]}", hint)

@@ -95,6 +95,8 @@ def _operand(
         return 10000.0 ** -(torch.arange(sizes["J"]) / sizes["J"])
     if param.name == "ids":
         return _ids(param.pattern, sizes, rng)
+    if param.name == "slots":
+        return _slots(sizes["E"], rng)
     shape = _shape(param.pattern, sizes)
     wanted = dtype if param.pattern.dtype in ("f", "any") else torch_dtype(param.pattern.dtype)
     fan_in = shape[-1] if len(shape) > 1 and not param.pattern.dims[0].startswith("...") else 1
@@ -109,6 +111,14 @@ def _ids(pattern: TensorPattern, sizes: Mapping[str, int], rng: torch.Generator)
     ids = scores.argsort(-1)[..., : shape[-1]].to(torch.int32)
     ids[..., 0][torch.rand(ids.shape[:-1], generator=rng) < 0.1] = -1  # a skipped expert
     return ids
+
+
+def _slots(experts: int, rng: torch.Generator) -> torch.Tensor:
+    """Slots of about half of the experts, in any order; -1 for the others."""
+    slots = torch.full((experts,), -1, dtype=torch.int32)
+    hot = torch.randperm(experts, generator=rng)[: experts // 2]
+    slots[hot] = torch.arange(len(hot), dtype=torch.int32)
+    return slots
 
 
 def _shape(pattern: TensorPattern, sizes: Mapping[str, int]) -> list[int]:

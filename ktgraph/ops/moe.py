@@ -94,13 +94,6 @@ def by_weight(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
     return ids.gather(-1, order), weights.gather(-1, order)
 
 
-def _matrix(
-    stack: torch.Tensor, biases: torch.Tensor | None, expert: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One expert's matrix and bias; both may be stored narrower than they compute."""
-    return stack[expert].to(dtype), None if biases is None else biases[expert].to(dtype)
-
-
 def _run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -119,12 +112,16 @@ def _run_experts(
     slots = torch.zeros(*ids.shape, flat.shape[1], dtype=wide, device=flat.device)
     for expert in sorted({int(e) for e in ids.flatten()} - {-1}):
         token, position = torch.where(ids == expert)
-        both = F.linear(flat[token], *_matrix(w13, b13, expert, x.dtype))
+        both = F.linear(flat[token], w13[expert].to(x.dtype), _bias(b13, expert, x.dtype))
         gate, up = torch.chunk(both, 2, dim=-1)
         hidden = gated(gate, up, act, alpha, limit)
-        out = F.linear(hidden, *_matrix(w2, b2, expert, x.dtype))
+        out = F.linear(hidden, w2[expert].to(x.dtype), _bias(b2, expert, x.dtype))
         slots[token, position] = out.to(wide) * weights[token, position, None].to(wide)
     return slots.sum(1).to(x.dtype).reshape(x.shape)
+
+
+def _bias(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)
 
 
 @op(
@@ -167,13 +164,14 @@ def experts(
 @op(
     "moe.grouped_mlp(x: f[..., D], ids: i32[..., K], weights: f32[..., K], w13: f[E, W, D],"
     " w2: f[E, D, F], b13: f[E, W]?, b2: f[E, D]?;"
-    ' act: str = "silu", alpha: float = 1.702, limit: float = 7.0) -> f[..., D]',
-    flops=lambda d: 6.0 * d.tokens * d.K * d.D * d.F,
+    ' act: str = "silu", alpha: float = 1.702, limit: float = 7.0, share: float = 1.0)'
+    " -> f[..., D]",
+    flops=lambda d: 6.0 * d.tokens * d.K * d.share * d.D * d.F,
     reads=lambda d: (
         d.nbytes(0)
         + d.nbytes(1)
         + d.nbytes(2)
-        + d.touched(d.E, d.tokens * d.K) / d.E * (d.nbytes(3) + d.nbytes(4))
+        + d.touched(d.E, d.tokens * d.K * d.share) / d.E * (d.nbytes(3) + d.nbytes(4))
     ),
     launches=2,
     reach={"cuda": (0.7, 0.5), "cpu": (0.85, 0.2)},
@@ -194,9 +192,27 @@ def grouped_mlp(
     act: str,
     alpha: float,
     limit: float,
+    share: float = 1.0,
 ) -> torch.Tensor:
     """Sum over the chosen experts of weight * w2[e] @ (act(gate) * up); W = 2*F, gate rows first.
 
-    id -1 means skip.  The sum over k is taken in float32, in order of k.
+    id -1 means skip.  The sum over k is taken in float32, in order of k.  share: of the ids that
+    are expected not to be -1; only prices read it.
     """
     return _run_experts(x, ids, weights, w13, w2, b13, b2, act, alpha, limit)
+
+
+@op(
+    "moe.split_ids(ids: i32[..., K], slots: i32[E]) -> (i32[..., K], i32[..., K])",
+    flops=lambda d: 1.0 * d.tokens * d.K,
+    cases=[case(T=1, K=2, E=5), case(T=17, K=3, E=8)],
+)
+def split_ids(ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices whose expert has a slot, as slot numbers, and the other choices, as they are.
+
+    slots[e] is the slot of expert e, or -1.  In each result the other's choices are -1, and an id
+    of -1 is -1 in both.
+    """
+    chosen = ids >= 0
+    slot = torch.where(chosen, slots[ids.clamp(min=0).long()], -1)
+    return slot.to(torch.int32), torch.where(slot < 0, ids, -1)

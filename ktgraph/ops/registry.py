@@ -19,21 +19,25 @@ InferRule = Callable[[Sequence[Type | None], Mapping[str, Attr]], list[Type]]
 
 
 class CostDims:
-    """What cost rules read: dims and integer attributes as numbers, and bytes of operands.
+    """What cost rules read: dims and numeric attributes as numbers, and bytes of operands.
 
     ``d.T``, ``d.H`` … are the op's signature names at the sizes asked for; ``d.nbytes(i)`` is the
     size of operand i as encoded; ``d.S``, ``d.B``, ``d.tokens`` are sizes of the call.
     """
 
     def __init__(
-        self, values: Mapping[str, int], operand_bytes: Sequence[float], tokens: int, attend: float
+        self,
+        values: Mapping[str, float],
+        operand_bytes: Sequence[float],
+        tokens: int,
+        attend: float,
     ) -> None:
         self._values = values
         self._bytes = operand_bytes
         self.tokens = tokens  # new tokens in the call
         self.attend = attend  # sum over tokens of the cache rows each one sees
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str) -> float:
         try:
             return self._values[name]
         except KeyError:
@@ -42,7 +46,7 @@ class CostDims:
     def nbytes(self, position: int) -> float:
         return self._bytes[position] if position < len(self._bytes) else 0.0
 
-    def touched(self, experts: int, draws: int) -> float:
+    def touched(self, experts: float, draws: float) -> float:
         """Expected number of distinct experts after `draws` uniform choices."""
         return experts * (1.0 - (1.0 - 1.0 / experts) ** draws)
 

@@ -12,9 +12,13 @@ def _same(types: Any, attrs: Any) -> list[Type]:
     return [t for t in types if t is not None]
 
 
-@op("xfer.copy(xs: any[...]*; stream: int = 0) -> any[...]", infer=_same)
-def copy(*xs: Any, stream: int) -> Any:
-    """Copies of the operands on the results' device, ordered after their producers."""
+@op("xfer.copy(xs: any[...]*; stream: int = 0, share: float = 1.0) -> any[...]", infer=_same)
+def copy(*xs: Any, stream: int, share: float) -> Any:
+    """Copies of the operands on the results' device, ordered after their producers.
+
+    share: of the bytes that cross a link; the rest lies there already, in slots of hot experts.
+    Only prices read it.
+    """
     return xs[0] if len(xs) == 1 else xs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from ktgraph.cost import Call, type_nbytes
@@ -11,19 +10,27 @@ from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.types import Encoding, StateType, TensorType
-from ktgraph.pass_api import CompileOptions
+from ktgraph.placement.decision import Decision, Run, Settings, Term
 from ktgraph.placement.graph import (
     CPU,
     GPU_WORKSPACE,
+    HOT,
     ON_HOST,
     STREAM,
     STREAM_BUFFERS,
-    Assign,
     Machine,
     Region,
     Site,
     regions_of,
 )
+from ktgraph.placement.hot import (
+    Wish,
+    asked_nbytes,
+    check_popularity,
+    choose_hot,
+    wishes,
+)
+from ktgraph.placement.hot_runs import all_hot, hot_runs, may_be_hot, split_values
 from ktgraph.placement.lanes import op_workspace
 from ktgraph.placement.partition import (
     Budget,
@@ -50,78 +57,6 @@ from ktgraph.weights.encodings import parse_encoding
 from ktgraph.weights.policy import Policy
 
 _BUDGET_ENCODING = parse_encoding("int8")  # what a policy's error budget is priced as
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What place was asked for; sizes of the calls that are priced."""
-
-    options: CompileOptions
-    gpu_memory: int | None = None
-    rules: tuple[Rule, ...] = ()
-    context: int = 4096
-    batch: int = 1
-
-
-@dataclass(frozen=True)
-class Term:
-    """Bytes on a device; `kind` is weights, kv, activations, workspace or pinned."""
-
-    device: str
-    kind: str
-    name: str
-    nbytes: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive layers of a region with one assignment."""
-
-    layers: tuple[int | None, ...]
-    cell: Cell
-    config: Config
-    assign: Assign
-    seconds: float
-
-
-@dataclass
-class Decision:
-    """The outcome; `rules` gives the rule that held for (region, site, layer)."""
-
-    machine: Machine
-    settings: Settings
-    calls: dict[str, Call]
-    weights_of_calls: dict[str, float]
-    encodings: dict[str, Encoding]
-    regions: list[Region]
-    runs: dict[int, list[Run]]
-    state: str
-    streams: bool
-    cache_rows: int
-    terms: list[Term]
-    room: float  # bytes at home for matrices
-    pricer: Pricer
-    rules: dict[tuple[int, int, int | None], Rule] = field(
-        default_factory=dict[tuple[int, int, "int | None"], Rule]
-    )
-
-    def seconds(self, func: str) -> float:
-        """Predicted seconds of one call of a function."""
-        return sum(
-            run.seconds * len(run.layers)
-            for region in self.regions
-            if region.func.name == func
-            for run in self.runs[region.number]
-        )
-
-    def device(self, region: Region, run: Run, site: Site) -> str:
-        """The device of a site that computes, or STREAM."""
-        if site.has_state:
-            return self.state
-        return run.assign.get(site.number, self.machine.home)
-
-    def used(self, device: str) -> float:
-        return sum(t.nbytes for t in self.terms if t.device == device)
 
 
 # -- what is priced --------------------------------------------------------------------------------
@@ -171,13 +106,38 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     encodings = planned_encodings(module, settings)
     by_rule = rule_encodings(module, settings.rules)
     regions = regions_of(module, machine, calls, encodings, by_rule)
+    check_popularity(module, regions, settings.popularity)
     held = _held_rules(module, machine, settings, regions)
+    attempt = partial(_decide_by, module, machine, settings, regions, calls, encodings)
+    found = attempt(held)
+    if settings.popularity is None or not may_be_hot(found):
+        return found
+    for prefill in (STREAM, HOT):
+        try:
+            other = attempt(all_hot(regions, held, settings.popularity, prefill))
+        except MemoryBudgetError:  # no room for one expert of each layer
+            continue
+        found = min(found, other, key=lambda d: d.request_seconds)
+    return found
+
+
+def _decide_by(
+    module: Module,
+    machine: Machine,
+    settings: Settings,
+    regions: list[Region],
+    calls: dict[str, Call],
+    encodings: dict[str, Encoding],
+    held: dict[tuple[int, int, int | None], Rule],
+) -> Decision:
+    """The decision under rules; with as many cache rows as wanted, or else with one context."""
     states = _states(machine, regions, held)
     cells = make_cells(regions, _fixed(held, regions))
+    hot = wishes(module, regions, held)
     wanted = settings.options.cache_rows or settings.options.context * settings.options.max_batch
     least = settings.options.cache_rows or settings.options.context
     base = partial(_base_terms, module, machine, settings, regions)
-    attempt = partial(_attempt, module, machine, settings, regions, cells)
+    attempt = partial(_attempt, module, machine, settings, regions, cells, hot)
     try:
         return attempt(base(wanted), calls, states, encodings, wanted, held)
     except MemoryBudgetError:
@@ -192,6 +152,7 @@ def _attempt(
     settings: Settings,
     regions: list[Region],
     cells: list[Cell],
+    hot: Mapping[str, Wish],
     base: Sequence[Term],
     calls: dict[str, Call],
     states: Sequence[str],
@@ -201,7 +162,7 @@ def _attempt(
 ) -> Decision:
     memory = home_memory(machine, settings)
     state_bytes = sum(t.nbytes for t in base if t.kind == "kv")
-    fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv")
+    fixed_bytes = sum(t.nbytes for t in base if t.kind != "kv") + asked_nbytes(hot)
     experts = [s.streamed_bytes for r in regions for s in r.sites if s.is_experts]
     stream = STREAM_BUFFERS * max(experts, default=0.0)
     budget = Budget(memory - fixed_bytes - state_bytes, state_bytes, stream)
@@ -209,10 +170,11 @@ def _attempt(
     try:
         solution, pricer = solve(cells, machine, counts, budget, states)
     except NothingFitsError:
-        everything = [*base, *_all_weights(module, regions, machine.home)]
+        slots = _slot_terms(machine, asked_nbytes(hot))
+        everything = [*base, *slots, *_all_weights(module, regions, machine.home)]
         stays = everything
         if machine.is_hybrid:
-            stays = _least_terms(module, regions, machine, base, states, held)
+            stays = [*slots, *_least_terms(module, regions, machine, base, states, held)]
         raise no_room(machine.home, memory, everything, stays) from None
     runs = _runs(regions, cells, solution, pricer)
     decision = Decision(
@@ -220,10 +182,20 @@ def _attempt(
         _streams(runs), rows, [], budget.room, pricer, held,
     )  # fmt: skip
     decision.terms = _terms(decision, base, stream)
+    if hot:
+        spare = memory - decision.used(machine.home) - split_values(regions)
+        decision.hot = choose_hot(hot, spare, settings.popularity)
+        slots = sum(layer.nbytes for layer in decision.hot.values())
+        decision.terms = _terms(decision, [*base, *_slot_terms(machine, slots)], stream)
+        decision.runs = hot_runs(module, decision)
     host = machine.target.device(CPU).memory if machine.is_hybrid else memory
     if machine.is_hybrid and decision.used(CPU) > host:
         raise no_room(CPU, host, decision.terms, decision.terms)
     return decision
+
+
+def _slot_terms(machine: Machine, nbytes: float) -> list[Term]:
+    return [Term(machine.home, "weights", "slots of hot experts", nbytes)]
 
 
 def home_memory(machine: Machine, settings: Settings) -> float:
@@ -240,7 +212,7 @@ def _held_rules(
 ) -> dict[tuple[int, int, int | None], Rule]:
     if not settings.rules:
         return {}
-    devices = (*machine.devices, STREAM) if machine.is_hybrid else machine.devices
+    devices = (*machine.devices, STREAM, HOT) if machine.is_hybrid else machine.devices
     found = match_rules(module, settings.rules, devices)
     places: dict[int, tuple[Region, Site]] = {
         id(s.op): (r, s) for r in regions for s in r.sites if not s.is_barrier
@@ -255,9 +227,12 @@ def _held_rules(
 
 
 def _fixed(held: Mapping[tuple[int, int, int | None], Rule], regions: Sequence[Region]) -> Fixed:
-    """Devices that rules set, for ops that do not follow the state, and of ops of the host."""
+    """Devices that rules set, for ops that do not follow the state, and of ops of the host.
+
+    Hot experts leave the rest to the CPU.
+    """
     fixed = {
-        key: rule.device
+        key: CPU if rule.device == HOT else rule.device
         for key, rule in held.items()
         if rule.device is not None and not regions[key[0]].sites[key[1]].has_state
     }
@@ -462,10 +437,6 @@ def _runs(
 
 
 __all__ = [
-    "Decision",
-    "Run",
-    "Settings",
-    "Term",
     "cache_nbytes",
     "decide",
     "home_memory",

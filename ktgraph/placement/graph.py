@@ -26,9 +26,11 @@ HOST_TURN = 100e-6
 GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels, graphs and libraries take
 EXPERTS = frozenset({"moe.grouped_mlp", "moe.experts"})  # ops over routed experts
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
+HOT = "hot"  # of rules: some experts of a layer in slots at home, the others on the host
 STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
 ON_HOST = frozenset({"torch.call"})  # ops that only the CPU runs: what they call lives there
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
+Shares = Mapping[int, float]  # site number -> share of its choices, or bytes, that is hot
 
 
 @dataclass(frozen=True)
@@ -258,20 +260,27 @@ class RegionTasks:
     of_site: dict[int, int] = field(default_factory=dict[int, int])
 
 
-def region_tasks(region: Region, machine: Machine, assign: Assign, state: str) -> RegionTasks:
+def region_tasks(
+    region: Region, machine: Machine, assign: Assign, state: str, shares: Shares | None = None
+) -> RegionTasks:
     """Ops as tasks on their device's lane; values that cross, and streamed weights, on a link's.
 
     Operands of one op that come from the same device cross together; a value crosses once.
+    shares: by site, of experts on the host the share of choices whose experts have slots at home,
+    of streamed ones the share of bytes.
     """
-    return _Builder(region, machine, assign, state).build()
+    return _Builder(region, machine, assign, state, shares or {}).build()
 
 
 class _Builder:
-    def __init__(self, region: Region, machine: Machine, assign: Assign, state: str) -> None:
+    def __init__(
+        self, region: Region, machine: Machine, assign: Assign, state: str, shares: Shares
+    ) -> None:
         self.region = region
         self.machine = machine
         self.assign = assign
         self.state = state
+        self.shares = shares
         self.out = RegionTasks()
         self.at: dict[Value, str] = {}  # where a value was made
         self.made: dict[Value, int] = {}  # the task that made it
@@ -305,15 +314,32 @@ class _Builder:
         after = self._bring([v for v in values if isinstance(v.type, TensorType)], device)
         after += [self.made[v] for v in values if v in self.made and self._where(v) == device]
         if self.assign.get(site.number) == STREAM and device != CPU:
-            seconds = self.machine.transfer(CPU, device, site.streamed_bytes)
+            nbytes = site.streamed_bytes * (1.0 - self.shares.get(site.number, 0.0))
+            seconds = self.machine.transfer(CPU, device, nbytes)
             after.append(self._add(f"stream {_name(site.op)}", _link(CPU, device), seconds, ()))
         seconds = site.seconds.get(device, 0.0)
         if device == CPU != self.machine.home and not (site.is_experts or site.is_view):
             seconds += HOST_TURN
-        number = self._add(_name(site.op), device, seconds, after)
+        share = self.shares.get(site.number, 0.0) if device == CPU else 0.0
+        number = self._add(_name(site.op), device, seconds * (1.0 - share), after)
         self.out.of_site[site.number] = number
         for result in site.op.results:
             self.at[result], self.made[result] = device, number
+        if share:
+            self._hot(site, share)
+
+    def _hot(self, site: Site, share: float) -> None:
+        """The hot experts run at home meanwhile; the sum waits for both."""
+        home = self.machine.home
+        values = [v for v in site.op.values if isinstance(v.type, TensorType)]
+        after = self._bring(values, home)
+        after += [self.made[v] for v in values if v in self.made and self._where(v) == home]
+        hot = self._add(f"hot {_name(site.op)}", home, site.seconds[home] * share, after)
+        answers = self._bring(list(site.op.results), home)
+        launch = self.machine.target.device(home).launch
+        total = self._add(f"sum {_name(site.op)}", home, 2 * launch, [hot, *answers])
+        for result in site.op.results:
+            self.at[result], self.made[result] = home, total
 
     def _bring(self, values: Sequence[Value], device: str) -> list[int]:
         """Tasks that bring values made elsewhere to the device; those already there are reused."""
@@ -354,12 +380,14 @@ __all__ = [
     "EXPERTS",
     "GPU_WORKSPACE",
     "HOST_TURN",
+    "HOT",
     "STREAM",
     "STREAM_BUFFERS",
     "Assign",
     "Machine",
     "Region",
     "RegionTasks",
+    "Shares",
     "Site",
     "is_light",
     "region_tasks",

@@ -51,6 +51,13 @@ def is_stream(op: Op) -> bool:
     return op.name == "xfer.copy" and bool(op.weights)
 
 
+def crossing_share(op: Op) -> float:
+    """Share of a copy's bytes that cross the link; the rest comes from slots of hot experts."""
+    share = op.attrs.get("share", 1.0) if op.name == "xfer.copy" else 1.0
+    assert isinstance(share, float)
+    return share
+
+
 @dataclass(frozen=True)
 class DiskTier:
     """Routed experts that RAM does not hold: a share of the host's, read from disk at every use.
@@ -107,7 +114,7 @@ class OpTimes:
 
     def _crossing(self, op: Op, device: str) -> dict[str, float]:
         src = source_device(self.module, op)
-        size = sum(type_nbytes(r.type, self.sizes) for r in op.results)
+        size = sum(type_nbytes(r.type, self.sizes) for r in op.results) * crossing_share(op)
         return {} if src == device else {"link": self.target.link(src, device).seconds(size)}
 
     def _has_host_turn(self, op: Op, device: str) -> bool:
@@ -117,7 +124,8 @@ class OpTimes:
     def host_experts(self, op: Op) -> float:
         """Bytes of routed experts in host memory that the op touches."""
         if is_stream(op):
-            return sum(type_nbytes(r.type, self.sizes) for r in op.results)
+            whole = sum(type_nbytes(r.type, self.sizes) for r in op.results)
+            return whole * crossing_share(op)
         on_host = op.name in EXPERTS and op_device(self.module, op) == CPU
         return self.cost(op).weights if on_host else 0.0
 
@@ -229,6 +237,7 @@ __all__ = [
     "FlatSchedule",
     "OpTimes",
     "crossing",
+    "crossing_share",
     "flat_tasks",
     "is_stream",
     "live_peaks",

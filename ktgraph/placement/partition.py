@@ -18,6 +18,7 @@ from ktgraph.placement.graph import (
     Assign,
     Machine,
     Region,
+    Shares,
     Site,
     is_light,
     region_tasks,
@@ -180,8 +181,8 @@ class Pricer:
             self._kept[key] = self._best(cell, region, config)
         return self._kept[key]
 
-    def makespan(self, region: Region, assign: Assign) -> float:
-        tasks = region_tasks(region, self.machine, assign, self.state).tasks
+    def makespan(self, region: Region, assign: Assign, shares: Shares | None = None) -> float:
+        tasks = region_tasks(region, self.machine, assign, self.state, shares).tasks
         return list_schedule(tasks).makespan
 
     def _best(self, cell: Cell, region: Region, config: Config) -> tuple[Assign, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ktgraph.placement.decide import Decision, Run, Term
+from ktgraph.placement.decision import Decision, Run, Term
 from ktgraph.placement.graph import CPU, ON_HOST, STREAM, Region, Site
 from ktgraph.target.description import round_size
 
@@ -76,13 +76,21 @@ def _row(decision: Decision, region: Region, run: Run, site: Site) -> Row:
         site.cost.intensity,
         at.ridge(dtype),
         site.cost.bound(target, runs_on, fallback=True),
-        f"{runs_on} (streamed)" if device == STREAM else device,
+        (f"{runs_on} (streamed)" if device == STREAM else device) + _hot_text(decision, run, site),
         _seconds(decision, site, device),
         f"{decision.machine.home} (streamed)" if other == STREAM else other,
         seconds,
         margin,
         _why(decision, region, run, site, device, other, margin),
     )
+
+
+def _hot_text(decision: Decision, run: Run, site: Site) -> str:
+    """``, 16 hot on cuda:0 (38%)``: the slots, and the share of choices (or bytes) there."""
+    slots = run.slots.get(site.number)
+    if not slots:
+        return ""
+    return f", {slots} hot on {decision.machine.home} ({run.shares[site.number]:.0%})"
 
 
 def _seconds(decision: Decision, site: Site, device: str) -> float:
@@ -109,7 +117,7 @@ def _runner_up(
         time = _seconds(decision, site, best)
         return best, time, time - _seconds(decision, site, device)
     pricer = decision.pricer
-    spans = {d: pricer.makespan(region, {**run.assign, site.number: d}) for d in others}
+    spans = {d: pricer.makespan(region, {**run.assign, site.number: d}, run.shares) for d in others}
     best = min(spans, key=lambda d: spans[d])
     return best, _seconds(decision, site, best), spans[best] - run.seconds
 

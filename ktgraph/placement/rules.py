@@ -7,6 +7,8 @@
         device: cpu
         encoding: int4(group=64)
       phase: decode                                             # optional
+    - match: {class: moe.grouped_mlp}
+      replace: {device: hot, experts: 16}                       # see placement/hot.py
 
 Of several rules that match an op the first one holds, for each layer of its own.  A rule that
 matches nothing is an error.
@@ -30,10 +32,11 @@ from ktgraph.ir.lexer import ParseError
 from ktgraph.ir.repeats import split_repeat_at
 from ktgraph.ir.types import Encoding
 from ktgraph.ops.registry import op_def
+from ktgraph.placement.graph import HOT
 from ktgraph.weights.encodings import EncodingError, parse_encoding
 
 _KEYS = {"rule": ("match", "replace", "phase"), "match": ("name", "class"),
-         "replace": ("device", "encoding")}  # fmt: skip
+         "replace": ("device", "encoding", "experts")}  # fmt: skip
 KEEP = "keep"
 RULES_FILE = "placement_rules.yaml"  # the rules that `place` read, in a dump
 
@@ -44,7 +47,10 @@ class RuleError(UnsupportedInputError):
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry.  `encoding` is an `Encoding`, KEEP to leave weights as they are, or None."""
+    """One entry.  `encoding` is an `Encoding`, KEEP to leave weights as they are, or None.
+
+    experts: of device `hot`, how many experts of a layer get slots; None: as many as fit.
+    """
 
     where: str  # file:line
     name: str | None
@@ -52,6 +58,7 @@ class Rule:
     device: str | None
     encoding: Encoding | str | None
     phase: str | None
+    experts: int | None = None
 
     def __str__(self) -> str:
         parts = [f"name: {self.name}"] if self.name is not None else []
@@ -158,14 +165,28 @@ def _rule(node: Any, file: str) -> Rule:
     if phase not in (None, "prefill", "decode"):
         at = f"{file}:{_line(given['phase'])}"
         raise RuleError(f"{at}: phase must be prefill or decode, got {phase!r}")
+    device = _text(replace.get("device"), file, "device")
     return Rule(
         where,
         name,
         _text(match.get("class"), file, "class"),
-        _text(replace.get("device"), file, "device"),
+        device,
         _encoding(replace.get("encoding"), file),
         phase,
+        _experts(replace.get("experts"), file, device),
     )
+
+
+def _experts(node: Any, file: str, device: str | None) -> int | None:
+    text = _text(node, file, "experts")
+    if text is None:
+        return None
+    where = f"{file}:{_line(node)}"
+    if device != HOT:
+        raise RuleError(f"{where}: experts says how many are hot: it goes with device: {HOT}")
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise RuleError(f"{where}: experts must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _encoding(node: Any, file: str) -> Encoding | str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ktgraph.runtime.native import Addresses, native_operand, native_state
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.router_counts import RouterCounts, is_route
 from ktgraph.runtime.steps import StepArrays
 
 
@@ -78,7 +79,7 @@ class Executor:
         self.trace: list[TraceEvent] | None = None  # a list here makes runs timed
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if needs_native else None
-        self._phases = {p.name: _BoundPhase(self, p) for p in plan.phases}
+        self._phases = {p.name: _BoundPhase(self, p, p.segments) for p in plan.phases}
         self._ports: dict[str, _Port] = {}  # of phases of a causal language model
         self._batch = _native_batch() if needs_native else None
 
@@ -120,6 +121,17 @@ class Executor:
         return [
             self.window(phase, slot, step.tokens, step.rows).clone() for slot in plan.flat.returns
         ]
+
+    def count_experts(self, on: bool) -> RouterCounts | None:
+        """Count which experts are chosen in the calls to come, or no longer; calls are slower."""
+        counts = RouterCounts(self.plan, torch.device("cpu")) if on else None
+        self._phases = {
+            p.name: _BoundPhase(self, p, p.segments)
+            if counts is None
+            else _CountingPhase(self, p, counts)
+            for p in self.plan.phases
+        }
+        return counts
 
     def close(self) -> None:
         """Nothing is held but memory and idle threads."""
@@ -222,10 +234,12 @@ def _native_batch() -> Any:
 class _BoundPhase:
     """Segments of one phase, ready to be called."""
 
-    def __init__(self, executor: Executor, phase: PhasePlan) -> None:
+    def __init__(
+        self, executor: Executor, phase: PhasePlan, parts: Sequence[tuple[Instruction, ...]]
+    ) -> None:
         self.executor = executor
         self.phase = phase
-        self.parts = phase.segments
+        self.parts = parts
         self._native: dict[int, Any] = {}  # the engine's plans by segment number
         self.segments = [self._bind(n, part) for n, part in enumerate(self.parts)]
 
@@ -312,6 +326,41 @@ class _BoundPhase:
         start = time.perf_counter()
         self.segments[number](call)
         return [time.perf_counter() - start]
+
+
+class _CountingPhase(_BoundPhase):
+    """A phase cut behind every router, whose ids are counted before anything writes over them."""
+
+    def __init__(self, executor: Executor, phase: PhasePlan, counts: RouterCounts) -> None:
+        parts = [piece for part in phase.segments for piece in _behind_routers(phase, part)]
+        super().__init__(executor, phase, parts)
+        for number, part in enumerate(parts):
+            if is_route(phase, part[-1]):
+                self.segments[number] = self._counting(self.segments[number], part[-1], counts)
+
+    def _counting(self, segment: Segment, item: Instruction, counts: RouterCounts) -> Segment:
+        step = self.phase.step(item)
+        slot = step.results[0]
+
+        def run(call: CallSizes) -> None:
+            segment(call)
+            ids = self.executor.window(self.phase.name, slot, call.tokens, call.rows)
+            counts.adder(step, ids)()
+
+        return run
+
+
+def _behind_routers(
+    phase: PhasePlan, part: Sequence[Instruction]
+) -> Iterator[tuple[Instruction, ...]]:
+    piece: list[Instruction] = []
+    for item in part:
+        piece.append(item)
+        if is_route(phase, item):
+            yield tuple(piece)
+            piece = []
+    if piece:
+        yield tuple(piece)
 
 
 def chrome_trace(events: Sequence[TraceEvent]) -> dict[str, Any]:

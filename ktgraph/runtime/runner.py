@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ktgraph.errors import KtgraphError, UnsupportedInputError
+from ktgraph.errors import KtgraphError, UnsupportedInputError, is_whole
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.interp import Interpreter, WeightProvider
@@ -22,6 +23,7 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
 from ktgraph.runtime.executor import Executor, TraceEvent, chrome_trace
+from ktgraph.runtime.gpu.adaptation import Adaptation
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, Model
 from ktgraph.runtime.gpu.executor import GpuExecutor
@@ -29,6 +31,7 @@ from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.memory import check_memory, choose_cache, memory_need
 from ktgraph.runtime.packed import LoadedWeights, load_weights
 from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.router_counts import RouterCounts
 from ktgraph.runtime.steps import CallLimits, Piece, StepArrays, schedule
 from ktgraph.target.probe import probe_memory
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -98,13 +101,19 @@ class PagedRunner(ABC):
         Raises UnknownSequenceError, UnsupportedInputError for ids that are no tokens,
         ContextLimitError or CacheFullError when rows are missing, RunnerBusyError on re-entry.
         """
+        with self._alone():
+            return self._forward(requests, logits)
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """One caller at a time; raises RunnerBusyError."""
         if not self._lock.acquire(blocking=False):
             raise RunnerBusyError(
                 "forward is running already, in another thread or below this call: a runner "
                 "serves one caller at a time. Wait for it, or make a second runner"
             )
         try:
-            return self._forward(requests, logits)
+            yield
         finally:
             self._lock.release()
 
@@ -198,6 +207,7 @@ class Runner(PagedRunner):
         phases = {p.name: _limits(p.arena.sizes, p.max_q) for p in plan.phases}
         super().__init__(plan.module, executor.shape, phases)
         self.executor = executor
+        self._adaptation: Adaptation | None = None
 
     @staticmethod
     def load(
@@ -263,6 +273,55 @@ class Runner(PagedRunner):
             self.executor.trace = None
         return events
 
+    @property
+    def residency(self) -> dict[int, list[int]]:
+        """Experts with slots on the GPU, by layer; empty where no layer has slots."""
+        executor = self.executor
+        return executor.residency.resident() if isinstance(executor, GpuExecutor) else {}
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Give a layer's slots to these experts, between two calls; see `Residency.change`."""
+        executor = self.executor
+        if not isinstance(executor, GpuExecutor):
+            raise UnsupportedInputError(
+                "this model runs on the CPU alone: hot experts are those with slots on a GPU"
+            )
+        with self._alone():
+            executor.set_residency(layer, experts)
+
+    def adapt_residency(self, every: int | None) -> None:
+        """Let the hottest experts take over slots after every so many tokens; None: no longer."""
+        executor = self.executor
+        if every is not None and (not is_whole(every) or every < 1):
+            raise UnsupportedInputError(
+                f"every={every!r}: expected a whole number above 0, or None"
+            )
+        if not isinstance(executor, GpuExecutor) or not self.residency:
+            raise UnsupportedInputError(
+                "no layer has slots for hot experts: placement rules give them (device: hot), or "
+                "the option popularity"
+            )
+        with self._alone():
+            if self._adaptation is not None:
+                self._adaptation.end()
+            self._adaptation = None if every is None else Adaptation(executor, every)
+
+    @contextmanager
+    def counting_experts(self) -> Generator[RouterCounts]:
+        """Count which experts the calls inside choose."""
+        if self._adaptation is not None:
+            raise UnsupportedInputError(
+                "router choices are counted already, to adapt residency: end that first, with "
+                "adapt_residency(None)"
+            )
+        with self._alone():
+            counts = self.executor.count_experts(True)
+        assert counts is not None
+        try:
+            yield counts
+        finally:
+            self.executor.count_experts(False)
+
     def set_model(self, model: Model) -> None:
         """Give a simulated GPU the times that its share of measured runs has."""
         executor = self.executor
@@ -270,7 +329,10 @@ class Runner(PagedRunner):
             executor.device.model = model
 
     def _call(self, phase: str, ids: list[int]) -> Tensor:
-        return self.executor.call(phase, ids, self._step)
+        found = self.executor.call(phase, ids, self._step)
+        if self._adaptation is not None:
+            self._adaptation.after(self._step.tokens)
+        return found
 
 
 def _vocabulary(module: Module, func: Function) -> int:

@@ -25,7 +25,7 @@ from ktgraph.weights.encodings import (
     pack_matrix,
     parse_encoding,
 )
-from ktgraph.weights.recipes import recipe_def
+from ktgraph.weights.recipes import expert_of_slot, recipe_def
 from ktgraph.weights.sources import EncodedSource, WeightSource
 from ktgraph.weights.stored_rows import has_rows, pack_rows, stored_row_nbytes
 
@@ -135,7 +135,8 @@ class WeightEvaluator:
         weight, made = self._derived(ref)
         if made is None or not has_rows(weight.type.encoding):
             return has_rows(weight.type.encoding)
-        return made.kind != "quantize" and all(self._is_kept(arg) for arg in made.args)
+        stored = [a for a in made.args if self.module.weight_of(a).type.dtype != "i32"]
+        return made.kind != "quantize" and all(map(self._is_kept, stored))  # tables aside
 
     def _unencoded(self, ref: WeightRef, index: int | None) -> tuple[WeightRef, int | None]:
         """The weight under `pack` and `quantize`, so that it is rounded once, not twice."""
@@ -186,7 +187,8 @@ class WeightEvaluator:
             value = reader.get(source_name(weight, index), None)
         else:
             refs = [self._argument(weight, arg, index) for arg in made.args]
-            value = self._apply(made, [self._value(r, i, reader) for r, i in refs], reader)
+            tensors = [self._value(r, i, reader) for r, i in refs]
+            value = self._apply(made, tensors, reader, self._member(weight, index))
         return self._checked(weight, index, value, self._read_shape(ref, reader))
 
     def _matrices(
@@ -211,13 +213,27 @@ class WeightEvaluator:
         refs = [self._argument(weight, arg, index) for arg in made.args]
         if made.kind == "stack":
             return self._value(*refs[entry], reader)
-        if not recipe_def(made.kind).by_entry(self._attrs(made), weight.type.rank):
+        if made.kind == "resident":
+            table = self._value(*refs[1], reader)
+            return self._entry(*refs[0], expert_of_slot(table, entry), reader)
+        member = self._member(weight, index)
+        if not recipe_def(made.kind).by_entry(self._attrs(made, member), weight.type.rank):
             return self._value(ref, index, reader)[entry]
         parts = [self._entry(r, i, entry, reader)[None] for r, i in refs]
-        return self._apply(made, parts, reader)[0]
+        return self._apply(made, parts, reader, member)[0]
 
-    def _apply(self, made: Recipe, tensors: list[torch.Tensor], reader: _Reader) -> torch.Tensor:
-        definition, attrs = recipe_def(made.kind), self._attrs(made)
+    def _member(self, weight: Weight, index: int | None) -> dict[str, int]:
+        """The family's index, which attributes of its recipe may name."""
+        return {} if index is None else {weight.var: index}
+
+    def _apply(
+        self,
+        made: Recipe,
+        tensors: list[torch.Tensor],
+        reader: _Reader,
+        member: Mapping[str, int] | None = None,
+    ) -> torch.Tensor:
+        definition, attrs = recipe_def(made.kind), self._attrs(made, member)
         if self.lossless and not definition.is_exact:
             return tensors[0]
         if "shape" in attrs:
@@ -225,8 +241,9 @@ class WeightEvaluator:
             attrs["shape"] = [*lead, reader.row_size(columns)]
         return definition.apply(tensors, attrs)
 
-    def _attrs(self, made: Recipe) -> dict[str, Any]:
-        return {k: evaluate_attr(v, self.bindings) for k, v in made.attrs}
+    def _attrs(self, made: Recipe, member: Mapping[str, int] | None = None) -> dict[str, Any]:
+        bound = {**self.bindings, **(member or {})}
+        return {k: evaluate_attr(v, bound) for k, v in made.attrs}
 
     def _argument(
         self, owner: Weight, arg: WeightRef, index: int | None
@@ -234,8 +251,7 @@ class WeightEvaluator:
         """A recipe's argument and which member of its family is meant."""
         if arg.index is None:
             return arg, None
-        here = {} if index is None else {owner.var: index}
-        return arg, arg.index.at({**self.bindings, **here})
+        return arg, arg.index.at({**self.bindings, **self._member(owner, index)})
 
     def _checked(
         self, weight: Weight, index: int | None, value: torch.Tensor, shape: list[int]

@@ -305,6 +305,22 @@ def _dequantized_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) ->
     return given.encoded(None)
 
 
+def _slots_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    if types:
+        raise RecipeError(f"no weight expected, got {len(types)}")
+    _dim(attrs, "slots")
+    return TensorType("i32", (_dim(attrs, "experts"),))
+
+
+def _resident_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    if len(types) != 2 or types[1].dtype != "i32":
+        raise RecipeError("a stack of experts and a table i32[E] expected")
+    stack, table = types
+    if stack.dims[0] != table.dims[0]:
+        raise RecipeError(f"{stack} and the table {table} have different numbers of experts")
+    return _by_rows(stack, _dim(attrs, "slots"), *stack.dims[1:])
+
+
 # what a weight may be stored as -> tile formats that hold the same values
 _SAME_VALUES = {
     "f32": ("f32",),
@@ -443,10 +459,40 @@ def pack(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return tensors[0]
 
 
+@recipe("expert_slots", _slots_type)
+def expert_slots(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """i32[experts]: which of `slots` places on the GPU an expert has at first, or -1.
+
+    `hot` is a text of expert numbers for each layer, of which `row` is this one: "5 2 7" gives
+    expert 5 slot 0.  Slots that are left get the first experts that are not in it.
+    """
+    experts, slots = attrs["experts"], attrs["slots"]
+    given = [int(e) for e in str(attrs["hot"][attrs["row"]]).split()] if "hot" in attrs else []
+    listed = [e for e in given if e < experts]  # a miniature has fewer
+    order = [*listed, *(e for e in range(experts) if e not in listed)][:slots]
+    table = torch.full((experts,), -1, dtype=torch.int32)
+    table[order] = torch.arange(len(order), dtype=torch.int32)
+    return table
+
+
+@recipe("resident", _resident_type)
+def resident(tensors: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """The experts of a stack that a table gives slots, in the order of the slots."""
+    stack, table = tensors
+    return stack[[expert_of_slot(table, slot) for slot in range(attrs["slots"])]]
+
+
+def expert_of_slot(table: torch.Tensor, slot: int) -> int:
+    """The expert that has a slot; expert 0 for an empty slot, whose bytes nothing reads."""
+    found = torch.where(table == slot)[0]
+    return int(found[0]) if len(found) else 0
+
+
 __all__ = [
     "RecipeDef",
     "RecipeError",
     "all_recipes",
+    "expert_of_slot",
     "recipe",
     "recipe_def",
     "recipe_type",

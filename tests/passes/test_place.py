@@ -12,7 +12,8 @@ from ktgraph.ir.parser import parse_module
 from ktgraph.ir.repeats import inline_repeat, split_repeat
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import CompileOptions, PassContext, exact
-from ktgraph.placement.decide import Settings, decide
+from ktgraph.placement.decide import decide
+from ktgraph.placement.decision import Settings
 from ktgraph.runtime.plan import Plan, PlanError
 from ktgraph.runtime.runner import gpu_device
 from ktgraph.target import load_target

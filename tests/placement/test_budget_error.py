@@ -8,7 +8,8 @@ from placed_models import context, small_target, v2_lite
 
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.decide import Settings, decide
+from ktgraph.placement.decide import decide
+from ktgraph.placement.decision import Settings
 from ktgraph.placement.rules import read_rules
 from ktgraph.target import load_target, parse_size
 

@@ -8,7 +8,8 @@ from small_models import gqa_moe, mla_moe
 
 from ktgraph.ir.graph import Module
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.decide import Settings, phase_call, request_calls
+from ktgraph.placement.decide import phase_call, request_calls
+from ktgraph.placement.decision import Settings
 from ktgraph.placement.graph import Machine, regions_of
 from ktgraph.placement.partition import Cell, NothingFitsError, Pricer, Search, make_cells
 

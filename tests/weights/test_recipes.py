@@ -13,7 +13,7 @@ from ktgraph.ir.types import TensorType
 from ktgraph.weights.recipes import RecipeError, all_recipes, recipe_def, recipe_type
 
 SIZES = {"H": 3, "N": 4, "V": 2, "R": 5, "D": 8, "F": 6, "E": 7}
-D, H, N, R, V = map(Dim.of, "DHNRV")
+D, E, H, N, R, V = map(Dim.of, "DEHNRV")
 
 # kind, argument types, attributes, result type
 CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
@@ -43,6 +43,8 @@ CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("dequantize", ["bf16[D, F]<fp8>"], {}, "bf16[D, F]"),
     ("pack", ["f32[D, F]<bf16>"], {"encoding": "tile.bf16"}, "f32[D, F]<tile.bf16>"),
     ("pack", ["f32[D, F]<f16>"], {"encoding": "tile.f32"}, "f32[D, F]<tile.f32>"),
+    ("expert_slots", [], {"experts": E, "slots": 3, "hot": ["", "6 1"], "row": 1}, "i32[E]"),
+    ("resident", ["f32[E, F, D]<int8>", "i32[E]"], {"slots": 4}, "f32[4, F, D]<int8>"),
 ]  # fmt: skip
 
 
@@ -103,6 +105,17 @@ def test_split_pairs_keeps_heads_apart() -> None:
     assert found.flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
+def test_slots_are_for_the_listed_experts_and_then_for_the_first_others() -> None:
+    slots = recipe_def("expert_slots").apply
+    given = {"experts": 5, "slots": 3, "hot": ["1", "4 9 2"], "row": 1}
+    table = slots([], given)  # a miniature has no expert 9
+    assert table.tolist() == [2, -1, 1, -1, 0]
+    assert slots([], {"experts": 3, "slots": 2}).tolist() == [0, 1, -1]
+    stack = torch.arange(5.0)[:, None, None].expand(5, 2, 3)
+    found = recipe_def("resident").apply([stack, table], {"slots": 3})
+    assert found[:, 0, 0].tolist() == [4, 2, 0]
+
+
 def test_deinterleave_puts_gates_before_ups() -> None:
     rows = torch.arange(6.0)[None, :, None]
     found = recipe_def("deinterleave").apply([rows], {})
@@ -128,6 +141,9 @@ def test_deinterleave_puts_gates_before_ups() -> None:
         ("split_pairs", ["f32[D, F]"], {}, "attribute H is missing"),
         ("dequantize", ["f32[D, F]<bf16>"], {}, "is not quantized"),
         ("cast", ["f32[D, F]"], {"dtype": "f8"}, "not one of"),
+        ("expert_slots", ["f32[D, F]"], {"experts": E, "slots": 2}, "no weight expected"),
+        ("resident", ["f32[E, F, D]", "f32[E]"], {"slots": 2}, "a table i32"),
+        ("resident", ["f32[D, F, D]", "i32[E]"], {"slots": 2}, "different numbers of experts"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(

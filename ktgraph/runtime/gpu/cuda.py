@@ -129,7 +129,7 @@ class CudaDevice(GpuDevice):
                 self.copies.wait_event(after.free)
             copy.began.record(self.copies)
             with torch.cuda.stream(self.copies):
-                for source, target in zip(copy.sources, copy.targets, strict=True):
+                for source, target in copy.parts():
                     target.copy_(source, non_blocking=True)
             copy.ready.record(self.copies)
 

@@ -50,11 +50,12 @@ class Mailbox:
 class Fetch:
     """One copy of weights from the host, and the events around it.
 
+    parts: gives sources and targets when the copy starts; together they fill `targets`.
     began: the copy has begun; ready: it has ended; free: its target may be written over.  Devices
     fill them.
     """
 
-    sources: Sequence[torch.Tensor]
+    parts: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]]
     targets: Sequence[torch.Tensor]
     began: Any = None
     ready: Any = None

@@ -22,11 +22,13 @@ from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import cut
 from ktgraph.runtime.gpu.phase import BoundPhase
+from ktgraph.runtime.gpu.residency import Residency
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
 from ktgraph.runtime.native import Addresses, native_state
 from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, takes_batch
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, op_line, takes_batch
+from ktgraph.runtime.router_counts import RouterCounts, is_route
 from ktgraph.runtime.steps import StepArrays
 
 log = logging.getLogger("ktgraph")
@@ -53,6 +55,7 @@ class GpuExecutor:
         self.shape = shape
         self.capture = capture
         self.trace: list[TraceEvent] | None = None
+        self.counts: RouterCounts | None = None  # of chosen experts, while they are counted
         self._is_closed = False
         self._is_under_way = False
         self.arenas = {
@@ -64,6 +67,7 @@ class GpuExecutor:
             self._check_order()
         self.buffers = [device.empty(n) for n in [buffer_nbytes(plan)] * BUFFERS if n]
         _pin_streamed(plan, device, weights)
+        self.residency = Residency(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if has_native else None
         self.mailboxes = Mailboxes(
@@ -138,6 +142,37 @@ class GpuExecutor:
             raise
         self._is_under_way = False
         return found
+
+    def set_residency(self, layer: int, experts: Sequence[int]) -> None:
+        """Give a layer's slots to these experts; nothing is captured again.
+
+        Raises UnsupportedInputError for experts that are not there, given twice or too many.
+        """
+        if self._is_closed:
+            raise ExecutionError("this executor was closed: load the plan again")
+        if self._is_under_way:
+            self._recover()
+        self.device.run(self.residency.change(layer, experts))
+        if not self.device.finish(lambda: None, phases.PATIENCE):
+            raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
+
+    def count_experts(self, on: bool) -> RouterCounts | None:
+        """Count which experts are chosen in the calls to come, or no longer.
+
+        Decode steps are captured anew.  Raises ExecutionError where a router runs on the host.
+        """
+        away = [
+            op_line(p, i)
+            for p in self.plan.phases
+            for i in p.instructions
+            if is_route(p, i) and (i.is_fallback or not i.on_gpu)
+        ]
+        if on and away:
+            raise ExecutionError(f"a router on the host is not counted beside a GPU:\n  {away[0]}")
+        self.counts = RouterCounts(self.plan, self.device.torch_device) if on else None
+        for phase in self._phases.values():
+            phase.forget_steps()
+        return self.counts
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""

@@ -33,6 +33,7 @@ from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import native_operand
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.plan import PhasePlan, kernel_of, op_line
+from ktgraph.runtime.router_counts import is_route
 from ktgraph.runtime.side_stream import Side, side_steps
 from ktgraph.runtime.steps import StepArrays
 
@@ -82,7 +83,11 @@ class BoundPhase:
                 self._plans[place] = self._native_plan(part.items)
         self._results = self._result_refs()
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
-        self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
+        # a captured copy would not see that experts moved
+        residency = None if self._is_decode else executor.residency
+        self._stream = WeightStream(
+            self.device, phase, executor.weights, executor.buffers, residency
+        )
         self._made: OrderedDict[tuple[Sizes, int, int], list[Made]] = OrderedDict()
         most = phase.arena.sizes
         self._answers = [
@@ -111,6 +116,10 @@ class BoundPhase:
             for slot in self.phase.flat.returns
             if isinstance(slot.type, TensorType)
         ]
+
+    def forget_steps(self) -> None:
+        """Make the steps of every size anew when they are next called."""
+        self._made.clear()
 
     @property
     def _is_decode(self) -> bool:
@@ -234,9 +243,21 @@ class BoundPhase:
             made.add(self._stream.before(item))
             made.add([step], item)
             made.add(self._stream.after(item))
+            made.add(self._counting(item, sizes))
             if item.step in begins:
                 made.add([self.device.fork(begins.pop(item.step))])
         return made
+
+    def _counting(self, item: Instruction, sizes: Sizes) -> list[Step]:
+        """The step behind a router that counts its choices, while they are counted."""
+        counts = self.executor.counts
+        if counts is None or not is_route(self.phase, item):
+            return []
+        step = self.phase.step(item)
+        ref = item.operands[len(step.operands)]
+        assert isinstance(ref, TensorRef)
+        bound = {"T": sizes.tokens, "O": sizes.rows}
+        return [counts.adder(step, self.executor.tensor(self.phase, ref, bound))]
 
     def _is_whole(self, side: Side, part: Part) -> bool:
         """Whether fork, work and join are all in the part."""

@@ -149,7 +149,7 @@ class SimulatedDevice(GpuDevice):
             while not copy.ready:
                 done = self._copies.popleft()
                 begin = time.perf_counter()
-                for source, target in zip(done.sources, done.targets, strict=True):
+                for source, target in done.parts():
                     target.copy_(source)
                 done.began, done.ready = begin, time.perf_counter()
 

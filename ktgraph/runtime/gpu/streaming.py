@@ -2,12 +2,12 @@
 
 Copy k goes to buffer k % 2.  The first two start with the phase; copy k+2 starts as soon as the ops
 that read copy k have ended.  Its first reader waits for it, wherever the copy stands in the order
-of ops.
+of ops.  Experts that have slots on the GPU come from there and do not cross.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ import torch
 from ktgraph.placement.graph import STREAM_BUFFERS
 from ktgraph.runtime.flat import Slot
 from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
+from ktgraph.runtime.gpu.residency import Residency
 from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
 from ktgraph.runtime.operands import Instruction, WeightUse
 from ktgraph.runtime.packed import LoadedWeights, use_nbytes
 from ktgraph.runtime.plan import PhasePlan, Plan
+
+Parts = Callable[[], "list[tuple[torch.Tensor, torch.Tensor]]"]
 
 BUFFERS = STREAM_BUFFERS
 _ALIGN = 256  # bytes
@@ -59,8 +62,10 @@ class WeightStream:
         phase: PhasePlan,
         weights: LoadedWeights,
         buffers: Sequence[torch.Tensor],
+        residency: Residency | None = None,
     ) -> None:
         self.device = device
+        self.residency = residency
         self._values: dict[str, Any] = {}  # by slot: what kernels take
         self._starting: dict[int, list[Fetch]] = {}  # first reader -> its copies
         self._ending: dict[int, list[int]] = {}  # last reader -> numbers of copies
@@ -75,7 +80,7 @@ class WeightStream:
     def _add(
         self, phase: PhasePlan, item: Instruction, weights: LoadedWeights, buffer: torch.Tensor
     ) -> None:
-        sources: list[torch.Tensor] = []
+        parts: list[Parts] = []
         targets: list[torch.Tensor] = []
         results = phase.step(item).results
         start = 0
@@ -83,12 +88,19 @@ class WeightStream:
             source = weights.tensors[use.key]
             target = buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
             start += -(-source.nbytes // _ALIGN) * _ALIGN
-            sources.append(source)
+            parts.append(self._parts(use, source, target))
             targets.append(target)
             is_packed = use.form == "tile"
             self._values[slot.name] = self.device.weight(target, use) if is_packed else target
-        self._order.append(Fetch(sources, targets))
+        self._order.append(Fetch(lambda: [pair for part in parts for pair in part()], targets))
         self._fetches[item.step] = self._order[-1]
+
+    def _parts(self, use: WeightUse, source: torch.Tensor, target: torch.Tensor) -> Parts:
+        """What fills the buffer of one weight, asked for when the copy starts."""
+        stack = None if self.residency is None else self.residency.stack_of(use)
+        if stack is None:
+            return lambda: [(source, target)]
+        return stack.parts(source, target)
 
     def value(self, slot: Slot) -> Any:
         """What kernels take for a streamed weight."""
