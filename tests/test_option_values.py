@@ -160,6 +160,6 @@ def test_the_command_line_checks_sampling_before_it_loads(
     def traced(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the model was traced")
 
-    monkeypatch.setattr("ktgraph.cli.run.lower_model", traced)
+    monkeypatch.setattr("ktgraph.cli.run.open_model", traced)
     assert command_line(["run", "model", "prompt", *arguments]) == 2
     assert message in capsys.readouterr().err
