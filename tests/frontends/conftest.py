@@ -71,7 +71,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         use_qk_norm=True,
         attention_bias=True,
     ),
-    "gpt_oss": lambda: _gqa(tf.GptOssConfig, "num_local_experts", head_dim=16, sliding_window=5),
+    "gpt_oss": lambda: _gqa(
+        tf.GptOssConfig, "num_local_experts", head_dim=16, sliding_window=5, num_hidden_layers=4
+    ),
     "llama": lambda: tf.LlamaConfig(
         **COMMON, intermediate_size=80, num_key_value_heads=2, tie_word_embeddings=True
     ),

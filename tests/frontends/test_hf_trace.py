@@ -60,6 +60,27 @@ def test_layers_are_rolled_and_leaves_found(traced: tuple[Any, HfTrace]) -> None
     assert trace.report.kept == {}
 
 
+def test_layers_that_alternate_are_rolled_in_pairs(kit: Any) -> None:
+    """gpt-oss: a window in the even layers, the whole text in the odd ones."""
+    module = kit.trace("gpt_oss").module
+    (repeat,) = [op for op in module.functions["main"].body.ops if op.body is not None]
+    assert (repeat.int_attr("lo"), repeat.int_attr("hi")) == (0, 1)
+    sinks = [str(op.operand(3)) for op in module.walk() if op.name == "attn.sdpa"]
+    assert sinks == ["@layers[2*i].sinks", "@layers[2*i+1].sinks"]
+    weight = module.weights["layers[].sinks"]
+    assert (weight.lo, weight.hi, weight.source) == (0, 3, "model.layers.{i}.self_attn.sinks")
+    assert str(parse_module(str(module))) == str(module)
+
+
+def test_a_weight_that_every_other_layer_has_stays_unrolled(kit: Any) -> None:
+    """Families are ranges without gaps: dense and expert layers in turn form no groups."""
+    config = kit.config("qwen3_moe")
+    config.num_hidden_layers, config.decoder_sparse_step = 4, 2
+    module = trace_hf_full(config, witnesses=False).module
+    assert all(op.body is None for op in module.walk())
+    assert "layers[1].mlp.gate" in module.weights
+
+
 def test_state_is_what_the_model_caches(traced: tuple[Any, HfTrace]) -> None:
     model, trace = traced
     type = trace.module.functions["main"].args[2].type
