@@ -4,8 +4,8 @@ from __future__ import annotations
 
 PIPELINES: dict[str, str] = {
     "default": (
-        "name-dims,canonicalize,flatten-tokens,specialize-phases,mla-absorb,merge-linears,"
-        "moe-group,fuse-norms,fuse-rope-kv,place,quantize,insert-copies,overlap,pack-weights,"
+        "name-dims,canonicalize,flatten-tokens,window-cache,specialize-phases,mla-absorb,"
+        "merge-linears,moe-group,fuse-norms,fuse-rope-kv,place,quantize,insert-copies,overlap,pack-weights,"
         "plan-memory,lower"
     ),
 }

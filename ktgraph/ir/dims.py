@@ -33,6 +33,8 @@ STANDARD_DIMS: dict[str, str] = {
     "V": "value head size (MLA)",
     "R": "latent key/value rank (MLA)",
     "RQ": "latent query rank (MLA)",
+    "FS": "shared expert width",
+    "W": "rows that a layer with a window looks back to, the token's own included",
 }
 STANDARD_SYMS: dict[str, str] = {
     "T": "tokens in the call, all sequences concatenated",

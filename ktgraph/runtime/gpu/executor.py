@@ -10,7 +10,7 @@ import torch
 
 from ktgraph.ir.types import StateType
 from ktgraph.ops.tensor import torch_dtype
-from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, start_engine
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
@@ -67,7 +67,8 @@ class GpuExecutor:
         self.mailboxes = Mailboxes(
             device, self.engine, sum(len(p.boxes) for p in self.parts.values())
         )
-        self._inputs = Inputs(device, self._most(), shape.pages_for(shape.sequence_rows))
+        width, windows = shape.pages_for(shape.sequence_rows), [w for w, _ in shape.windows]
+        self._inputs = Inputs(device, self._most(), width, windows)
         first = 0
         self._phases: dict[str, BoundPhase] = {}
         for phase in plan.phases:
@@ -169,7 +170,7 @@ class GpuExecutor:
         type = use.slot.type
         assert isinstance(type, StateType)
         parts = self.state(phase, use).parts
-        pages, size = self.shape.pages, self.shape.page_size
+        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
         return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
 
