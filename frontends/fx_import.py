@@ -36,6 +36,7 @@ from ktgraph.frontends.naming import (
 )
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import (
+    Attr,
     Module,
     Operand,
     Recipe,
@@ -163,11 +164,14 @@ class Importer:
     def _declared(self, ref: WeightRef) -> TensorType:
         return self.module.weights[ref.name].type
 
-    def derived_weight(self, ref: WeightRef, suffix: str, kind: str, type: TensorType) -> WeightRef:
+    def derived_weight(
+        self, ref: WeightRef, suffix: str, kind: str, type: TensorType, **attrs: Attr
+    ) -> WeightRef:
         """A weight made from another by a recipe."""
         name = f"{ref.name}.{suffix}"
         if name not in self.module.weights:
-            self.module.add_weight(Weight(name, type, recipe=Recipe(kind, (ref,))))
+            recipe = Recipe(kind, (ref,), tuple(attrs.items()))
+            self.module.add_weight(Weight(name, type, recipe=recipe))
         return WeightRef(name)
 
     # ------------------------------------------------------------ nodes
