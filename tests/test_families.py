@@ -22,6 +22,8 @@ from ktgraph.runtime.runner import Runner
 
 OPTIONS: dict[str, Any] = {"context": 64, "max_tokens": 16, "max_batch": 5, "page_size": 4}
 LENGTHS = (1, 5, 33, 17, 2)
+TESTED_OTHERS = ("granitemoe", "dots1", "ernie4_5_moe")  # of those that nobody had in mind
+TESTED = [n for n, f in FAMILIES.items() if not f.is_other or n in TESTED_OTHERS]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Made:
     dump: Path
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TESTED)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     name = request.param
     if FAMILIES[name].make_config() is None:
@@ -48,15 +50,15 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return Made(name, model, traced, lowered.compile(), dump)
 
 
-def check(exe: kt.Compiled, model: Any) -> None:
-    """A prompt in chunks, its tokens one by one, a ragged batch, and both in one call."""
+def check(exe: kt.Compiled, model: Any, steps: int) -> None:
+    """A prompt in chunks, its first tokens one by one, and five texts in calls that mix both."""
     (prompt,) = prompts(37)
     want, runner = eager(model, prompt), exe.runner
     assert nmse(exe([prompt])[0], want) <= LIMIT
     seq = runner.open()
-    steps = [runner.forward([(seq, [token])]) for token in prompt]
+    rows = [runner.forward([(seq, [token])]) for token in prompt[:steps]]
     runner.close(seq)
-    assert nmse(torch.cat(steps), want) <= LIMIT
+    assert nmse(torch.cat(rows), want[:steps]) <= LIMIT
     ragged = prompts(*LENGTHS)
     for got, ids in zip(mixed(runner, ragged), ragged, strict=True):
         assert nmse(got, eager(model, ids)) <= LIMIT
@@ -80,7 +82,7 @@ def mixed(runner: Runner, texts: list[list[int]]) -> Iterator[Tensor]:
 
 
 def test_logits_on_the_cpu(made: Made) -> None:
-    check(made.exe, made.model)
+    check(made.exe, made.model, 37)
 
 
 def test_all_of_it_is_native(made: Made) -> None:
@@ -110,7 +112,7 @@ def test_logits_on_the_simulated_gpu(made: Made) -> None:
     exe = traced.compile()
     assert exe.runner.plan.uses_gpu
     try:
-        check(exe, made.model)
+        check(exe, made.model, 14)
     finally:
         exe.runner.executor.close()
 
@@ -119,7 +121,7 @@ def test_logits_on_the_simulated_gpu(made: Made) -> None:
 def test_logits_on_a_gpu(made: Made) -> None:
     exe = kt.trace(made.model, dtype="f32").lower("hybrid", **OPTIONS).compile()
     try:
-        check(exe, made.model)
+        check(exe, made.model, 14)
     finally:
         exe.runner.executor.close()
 
