@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from synthetic_models import MODELS, CopiedWeights
 
-from ktgraph.cost import cost_analysis
+from ktgraph.analysis import cost_analysis
 from ktgraph.ir.parser import parse_module
 from ktgraph.measured import timeline_events
 from ktgraph.pass_api import CompileOptions, PassContext

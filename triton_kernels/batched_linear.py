@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded
@@ -80,6 +81,7 @@ def batched_linear(
         COLS=c.cols,
         num_warps=c.warps,
         num_stages=c.stages,
+        **dependent_launch(),
     )
 
 
@@ -109,6 +111,7 @@ def _batched_linear(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    enter()
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)

@@ -24,6 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ktgraph.triton_kernels.dependent import LEAST_CAPABILITY
+
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}  # bytes
 
@@ -59,6 +61,7 @@ class Usage:
     spills: int  # bytes of local memory stores and loads that ptxas reports, by its stack frame
     shared: int
     allowed_stack: int
+    waits: int  # how often the code waits for the kernels ahead (dependent.py)
 
 
 def compile_case(case: CompileCase, capability: int) -> Usage:
@@ -73,7 +76,11 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
     }
     constants = {(names.index(n),): v for n, v in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "launch_pdl": capability >= 10 * LEAST_CAPABILITY[0],
+    }
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resources(made.asm["cubin"])
     return Usage(
@@ -84,6 +91,7 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         usage["LOCAL"],
         max(int(made.metadata.shared), usage["SHARED"]),
         case.stack,
+        made.asm["ptx"].count("griddepcontrol.wait"),
     )
 
 

@@ -19,6 +19,7 @@ from ktgraph.ir.graph import Module, Op
 from ktgraph.ops.registry import Refusal, no
 from ktgraph.triton_kernels.activations import ACTIVATIONS, activate
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.rows import Rows, tile_rows
@@ -72,6 +73,7 @@ def _map(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    enter()
     blocks = tl.cdiv(cols, COLS)  # all programs on one grid axis: the others hold only 65535
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -146,6 +148,7 @@ def _launch(op: str, operands: Sequence[torch.Tensor], out: torch.Tensor, by: fl
         ROWS=tile,
         COLS=width,
         num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 
@@ -216,6 +219,7 @@ def _concat(
     COLS: tl.constexpr,
 ):
     """Two pieces side by side: the second grid axis walks the blocks of x, then those of y."""
+    enter()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, x_blocks = tl.program_id(1), tl.cdiv(x_cols, COLS)
     if block < x_blocks:
@@ -250,6 +254,7 @@ def _pair(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, width: int) -> No
         ROWS=tile,
         COLS=tile_cols,
         num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rows import Rows
 
@@ -20,6 +21,7 @@ _COLS, _WARPS = 1024, 4
 
 @triton.jit
 def _gather_rows(table, ids, out, cols, inner, outer_stride, inner_stride, COLS: tl.constexpr):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     source = tl.load(ids + row)
@@ -46,6 +48,7 @@ def _gather(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         source.inner_stride,
         COLS=width,
         num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 

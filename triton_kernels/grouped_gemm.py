@@ -26,6 +26,7 @@ import triton.language as tl
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import in_kind
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.moe_align import Alignment
 from ktgraph.triton_kernels.rounding import rounded, through
@@ -131,6 +132,7 @@ def launch_gate_up(
         GROUP=tile.group,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **dependent_launch(),
     )
 
 
@@ -167,6 +169,7 @@ def launch_down(
         GROUP=tile.group,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **dependent_launch(),
     )
 
 
@@ -223,6 +226,7 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    enter()
     block, tile = tile_of_program(blocks, tl.cdiv(width, BLOCK_N), GROUP)
     count = tl.load(block_rows + block)
     if count == 0:
@@ -276,6 +280,7 @@ def _down(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    enter()
     block, tile = tile_of_program(blocks, tl.cdiv(width, BLOCK_N), GROUP)
     count = tl.load(block_rows + block)
     if count == 0:

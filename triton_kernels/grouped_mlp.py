@@ -27,6 +27,7 @@ import triton.language as tl
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind, unaligned
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import (
     GroupedConfig,
     grouped_config,
@@ -154,6 +155,7 @@ def _decode(
         COLS=config.gate_up_cols,
         UNROLL=config.unroll,
         num_warps=config.gate_up_warps,
+        **dependent_launch(),
     )
     k_padded = triton.next_power_of_2(top_k)
     down_rows = max(1, config.down_rows // k_padded)
@@ -176,6 +178,7 @@ def _decode(
         COLS=config.down_cols,
         UNROLL=config.unroll,
         num_warps=config.down_warps,
+        **dependent_launch(),
     )
 
 
@@ -200,6 +203,7 @@ def _gate_up_few(
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    enter()
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
@@ -250,6 +254,7 @@ def _down_few(
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    enter()
     token = tl.program_id(0)
     r = tl.arange(0, K_PADDED * ROWS)  # row r of the tile: choice r // ROWS, output row r % ROWS
     choice = r // ROWS

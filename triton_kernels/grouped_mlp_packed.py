@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
@@ -55,9 +56,9 @@ class DecodeConfig:
     gate_up_warps: int = 4
     gate_up_stages: int = 1
     gate_up_ahead: bool = True
-    down_warps: int = 8
+    down_warps: int = 16
     down_stages: int = 1
-    down_ahead: bool = False
+    down_ahead: bool = True
 
     def down_kb(self, choices: int) -> int:
         """As many blocks as keep a step of h smaller than the program's threads."""
@@ -65,12 +66,13 @@ class DecodeConfig:
 
 
 DECODE = DecodeConfig()
-DECODE_F32 = DecodeConfig(down_warps=8)
+DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
+DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 GATE_UP_SWEEP = (
     DECODE,
     *(
-        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=True)
-        for (tiles, kb), warps in product(((2, 8), (2, 16), (4, 8)), (2, 4, 8))
+        DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead)
+        for (tiles, kb), warps, ahead in product(((2, 8), (2, 16)), (2, 4, 8), (True, False))
     ),
 )
 DOWN_SWEEP = tuple(
@@ -111,11 +113,17 @@ def grouped_mlp_packed(
     if most is None:
         most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or (DECODE_F32 if x.dtype == torch.float32 else DECODE)
+        chosen = config or _decode_config(x.dtype, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
+
+
+def _decode_config(dtype: torch.dtype, width: int) -> DecodeConfig:
+    if dtype == torch.float32:
+        return DECODE_F32
+    return DECODE_WIDE if width >= 1536 else DECODE
 
 
 def decode_gate_up(
@@ -161,6 +169,7 @@ def decode_gate_up(
         STAGES=config.gate_up_stages,
         AHEAD=config.gate_up_ahead,
         num_warps=config.gate_up_warps,
+        **dependent_launch(),
     )
     return hidden
 
@@ -201,6 +210,7 @@ def decode_down(
         STAGES=config.down_stages,
         AHEAD=config.down_ahead,
         num_warps=config.down_warps,
+        **dependent_launch(),
     )
 
 
@@ -295,6 +305,7 @@ def _gate_up(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    enter()
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
@@ -307,6 +318,8 @@ def _gate_up(
         tile,
         tile < tiles,
         cols,
+        blocks,
+        0,
         blocks,
         groups,
         scales_at,
@@ -355,6 +368,7 @@ def _down(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    enter()
     token, tile = tl.program_id(0), tl.program_id(1)
     choice = tl.arange(0, CHOICES)[:, None, None]
     pair = token * K + tl.minimum(choice, K - 1)
@@ -368,6 +382,8 @@ def _down(
         tile + choice * 0,
         valid,
         cols,
+        blocks,
+        0,
         blocks,
         groups,
         scales_at,

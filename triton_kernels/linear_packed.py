@@ -2,11 +2,13 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Linear and gated MLP with packed weights: y = x @ w.T + b, and w2 @ (act(gate) * up).
 
-The value of a weight is what its bytes mean; x is taken as it is (the tile's `rows=` attribute is
-about CPU kernels).  Three forms by the number of tokens:
+The value of a weight is what its bytes mean; x is taken as it is, but in the first form with 4-bit
+weights, where 8 columns of a 16-bit x become bytes with a scale of their own (the tile's `rows=`
+attribute is about CPU kernels).  Three forms by the number of tokens:
 
-1          `_row`: every program multiplies TILES tiles with the row of x in float32 units
-           (tile_words.py has the budget).  Floor: the packed bytes.
+1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
+           (tile_words.py has the budget).  Few tiles share their columns among programs, so that
+           the last wave is full; shares are added in their order.  Floor: the packed bytes.
 2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
            a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
            a program share K (a batched product, summed at the end), so that a program may own few
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +33,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
@@ -46,6 +50,7 @@ from ktgraph.triton_kernels.tile_words import (
 )
 from ktgraph.triton_kernels.unpack import unpack
 
+_PROGRAMS = 264  # that an H200 runs at once
 MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 
@@ -56,6 +61,7 @@ class TileConfig:
     kb: 64-byte blocks of a step; `_row` takes 16 * warps at most; `_rows`, where it counts for
     each warp alone, 16 at least (a group of 128 columns).
     ahead: of `_row`, with one stage: see `tiles_times_rows`.
+    splits: of `_row`: programs that share a tile's columns; 0: by `splits_of`.
     """
 
     tiles: int
@@ -63,6 +69,7 @@ class TileConfig:
     warps: int
     stages: int
     ahead: bool = False
+    splits: int = 0
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
@@ -70,13 +77,9 @@ ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
-ROW_SWEEP = (
-    ROW,
-    TileConfig(2, 128, 8, 1),
-    *(
-        TileConfig(tiles, kb * warps, warps, 1, ahead=True)
-        for tiles, kb, warps in product((1, 2), (8, 16), (2, 4, 8))
-    ),
+ROW_SWEEP = tuple(
+    TileConfig(tiles, 16 * warps, warps, 1, ahead=ahead, splits=splits)
+    for tiles, warps, ahead, splits in product((1, 2), (4, 8), (True, False), (0, 1, 2, 4))
 )
 ROWS_SWEEP = tuple(
     TileConfig(tiles, kb, warps, stages)
@@ -172,11 +175,21 @@ def product_of_tiles(
     tile = config or config_for(tokens, x.dtype, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
-    kernel = _row if tokens == 1 else _rows
-    extra: dict[str, int] = {"AHEAD": tile.ahead}
-    if tokens > 1:
-        extra = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
-    kernel[(triton.cdiv(w.tiles, tile.tiles),)](
+    programs = triton.cdiv(w.tiles, tile.tiles)
+    grid, kernel = (programs,), _rows
+    extra: dict[str, Any] = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
+    if tokens == 1:
+        steps = triton.cdiv(w.blocks, tile.kb)
+        splits = min(tile.splits, steps) or splits_of(programs, steps)
+        grid, kernel = (programs, splits), _row
+        extra = {
+            "AHEAD": tile.ahead,
+            "SPLITS": splits,
+            "share": triton.cdiv(steps, splits) * tile.kb,
+            "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
+            "counters": _counters(programs, x.device) if splits > 1 else None,
+        }
+    kernel[grid](
         x,
         w.data,
         b,
@@ -202,7 +215,37 @@ def product_of_tiles(
         STAGES=tile.stages,
         num_warps=tile.warps,
         **extra,
+        **dependent_launch(),
     )
+
+
+def splits_of(programs: int, steps: int) -> int:
+    """Programs that share a tile's columns, so that the last wave of programs is nearly full.
+
+    Each has two steps or more: the first one of a program hides nothing.
+    """
+    most = max(1, steps // 2)
+    filled = {
+        n: programs * n / (_PROGRAMS * triton.cdiv(programs * n, _PROGRAMS))
+        for n in (1, 2, 4)
+        if n <= most
+    }
+    return max(filled, key=lambda n: (round(filled[n], 1), -n))
+
+
+_tallies: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+
+
+def _counters(programs: int, device: torch.device) -> torch.Tensor:
+    """Zeros for each stream, which every launch leaves at zero; they must outlive a graph."""
+    is_gpu = device.type == "cuda"
+    size = max(1 << 14, triton.next_power_of_2(programs))
+    key = (device, torch.cuda.current_stream().cuda_stream if is_gpu else 0, size)
+    if key not in _tallies:
+        if is_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("linear_packed: run it once on this stream before capturing a graph")
+        _tallies[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _tallies[key]
 
 
 @triton.jit
@@ -221,6 +264,9 @@ def _row(
     row_scales_at,
     stride_x,
     stride_y,
+    share,
+    parts,
+    counters,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -231,8 +277,11 @@ def _row(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    enter()
+    first, split = tl.program_id(0) * TILES, tl.program_id(1)
+    tile = first + tl.arange(0, TILES)
     shown = tile[:, None, None]
     acc = tiles_times_rows(
         x,
@@ -242,6 +291,8 @@ def _row(
         shown < tiles,
         cols,
         blocks,
+        split * share,
+        tl.minimum((split + 1) * share, blocks),
         groups,
         scales_at,
         row_scales_at,
@@ -255,7 +306,20 @@ def _row(
     )
     acc = tl.reshape(acc, [1, TILES * 16])
     token = tl.arange(0, 1)
-    _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+    if SPLITS == 1:
+        _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+    else:
+        # The program that comes last adds all shares, in their order.
+        at = parts + tl.program_id(0) * (SPLITS * TILES * 16) + tl.arange(0, TILES * 16)[None, :]
+        tl.store(at + split * (TILES * 16), acc)
+        tl.debug_barrier()
+        arrived = counters + tl.program_id(0)
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrived, 0)
+            total = tl.zeros([1, TILES * 16], dtype=tl.float32)
+            for n in tl.static_range(SPLITS):
+                total += tl.load(at + n * (TILES * 16), cache_modifier=".cg")
+            _store(total, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
 
 
 @triton.jit
@@ -286,6 +350,7 @@ def _rows(
     BLOCK_T: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    enter()
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
     kind = x.dtype.element_ty
     n = tl.arange(0, TILES * 16)
@@ -416,6 +481,9 @@ def _store(
 
 _SIZES = ("rows", "cols", "blocks", "scales_at", "row_scales_at", "stride_x", "stride_y")
 _TYPES = {
+    "parts": "*fp32:16",
+    "counters": "*i32:16",
+    "share": "i32:16",
     "data": "*u8:16",
     "tokens": "i32",
     "tiles": "i32",
@@ -442,13 +510,16 @@ def _case(
     if block_t > 1:
         constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
     else:
-        constants["AHEAD"] = config.ahead
+        splits = 1 if even else 2
+        constants |= {"AHEAD": config.ahead, "SPLITS": splits}
+        constants |= {"counters": None} if splits == 1 else {}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
+    types = {**_TYPES, **pointers}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     return CompileCase(
         kernel,
         f"linear_packed T={block_t} {format} {dtype} {form}",
-        {**_TYPES, **pointers},
+        {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants},
         constants,
         config.warps,
         config.stages,

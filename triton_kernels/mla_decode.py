@@ -46,6 +46,7 @@ from ktgraph.triton_kernels.attention_tiles import (
 )
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.sdpa_decode import splits_for
@@ -88,6 +89,7 @@ def mla_attend_kernel(
     SPLIT: tl.constexpr,
     SMALL: tl.constexpr,
 ):
+    enter()
     split = tl.program_id(1)
     number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys
     if BLOCKS > 0:  # so many for each sequence
@@ -246,6 +248,7 @@ def mla_attend(
         SMALL=small(cache),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
+        **dependent_launch(),
     )
     if parts is not None:
         combine(parts, result, None)

@@ -50,6 +50,7 @@ from ktgraph.triton_kernels.attention_tiles import (
 )
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.registry import cuda_kernel
 
@@ -72,6 +73,7 @@ def gather_kernel(
     PAGE: tl.constexpr,
 ):
     """gathered[b * max_kv + s] = cache row s of sequence b."""
+    enter()
     seq = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     length = tl.minimum(tl.load(kv_len + seq), max_kv)
@@ -166,6 +168,7 @@ def attend_kernel(
     SEQS: tl.constexpr,
 ):
     """Heads of one group; q_nope, q_pe and out begin at its first head."""
+    enter()
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks have the most keys
     seq, block = block_of(seq_start, sequences, number, 1, BLOCK_M, SEQS)
@@ -264,6 +267,7 @@ def gather(cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype) -> torch
         BLOCK_W=padded(width),
         PAGE=batch.page_size,
         num_warps=8,
+        **dependent_launch(),
     )
     return gathered
 
@@ -313,6 +317,7 @@ def attend(
         SEQS=padded(batch.sequences, 1),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
+        **dependent_launch(),
     )
 
 

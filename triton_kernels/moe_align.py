@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 
 _SINGLE = 1024  # most pairs that one program sorts alone, in one launch
 _CHUNK = 256  # pairs of a program where there are more: 16,384 pairs keep 64 multiprocessors busy
@@ -74,7 +75,16 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
     sub = min(chunk, max(16, _ONE_HOT // padded))
     counts = made(chunks * padded)
     if chunks > 1:
-        _count_chunks[(chunks,)](ids, counts, pairs, CHUNK=chunk, SUB=sub, E=padded, num_warps=8)
+        _count_chunks[(chunks,)](
+            ids,
+            counts,
+            pairs,
+            CHUNK=chunk,
+            SUB=sub,
+            E=padded,
+            num_warps=8,
+            **dependent_launch(),
+        )
     _place[(chunks,)](
         ids,
         counts,
@@ -90,6 +100,7 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
         E=padded,
         SINGLE=chunks == 1,
         num_warps=8,
+        **dependent_launch(),
     )
     return result
 
@@ -113,6 +124,7 @@ def _count(ids, start, pairs, CHUNK: tl.constexpr, SUB: tl.constexpr, E: tl.cons
 
 @triton.jit
 def _count_chunks(ids, counts, pairs, CHUNK: tl.constexpr, SUB: tl.constexpr, E: tl.constexpr):
+    enter()
     chunk = tl.program_id(0)
     total = _count(ids, chunk * CHUNK, pairs, CHUNK, SUB, E)
     tl.store(counts + chunk * E + tl.arange(0, E), total)
@@ -134,6 +146,7 @@ def _place(
     E: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
+    enter()
     chunk = tl.program_id(0)
     expert = tl.arange(0, E)
     earlier = tl.zeros([E], dtype=tl.int32)  # pairs of each expert in the chunks before this one

@@ -30,6 +30,12 @@ import triton.language as tl
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ops.registry import Refusal, no
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import (
+    dependent_launch,
+    enter,
+    start_dependents,
+    wait_for_inputs,
+)
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.registry import cuda_kernel
 
@@ -188,11 +194,13 @@ def _route_few(
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    start_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     col = tl.arange(0, COLS)
     known, inside = expert < experts, col < cols
     at = gate + expert.to(tl.int64)[:, None] * gate_stride + col[None, :]
     row = tl.load(at, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    wait_for_inputs()
     upcoming = _load_row(x, col, inside)
     for t in range(tokens):
         current = upcoming
@@ -239,6 +247,7 @@ def _logits(
     BK: tl.constexpr,
 ):
     """parts[p] = x @ gate.T over channels p*PART .. (p+1)*PART; WIDE: as f32."""
+    enter()
     part = tl.program_id(2)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -281,6 +290,7 @@ def _choose_rows(
     SIZE: tl.constexpr,
     KS: tl.constexpr,
 ):
+    enter()
     token = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, GROUPS * SIZE)
     size = experts // groups
@@ -411,6 +421,7 @@ def route(
             R=triton.next_power_of_2(tokens),
             **how,
             **config,
+            **dependent_launch(),
         )
         return
     wide = not x.dtype == gate.dtype == torch.bfloat16
@@ -419,10 +430,31 @@ def route(
     parts = torch.empty(count, tokens, experts, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(tokens, config["BM"]), triton.cdiv(experts, config["BN"]), count)
     _logits[grid](
-        x, gate, parts, tokens, cols, experts, x.stride(0), gate.stride(0), WIDE=wide, **config
+        x,
+        gate,
+        parts,
+        tokens,
+        cols,
+        experts,
+        x.stride(0),
+        gate.stride(0),
+        WIDE=wide,
+        **config,
+        **dependent_launch(),
     )
     _choose_rows[(tokens,)](
-        parts, count, select_bias, bias, ids, weights, tokens, *sizes, R=1, num_warps=1, **how
+        parts,
+        count,
+        select_bias,
+        bias,
+        ids,
+        weights,
+        tokens,
+        *sizes,
+        R=1,
+        num_warps=1,
+        **how,
+        **dependent_launch(),
     )
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.rows import Rows, tile_rows
@@ -39,6 +40,7 @@ def _rms_norm(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     inside = (row < count)[:, None] & (col < cols)[None, :]
@@ -92,6 +94,7 @@ def _launch(x, y, w, total_out, out, eps: float, late_cast: bool) -> None:
         LATE=late_cast,
         COLS=width,
         **config,
+        **dependent_launch(),
     )
 
 

@@ -21,6 +21,7 @@ from ktgraph.runtime.state import State
 from ktgraph.triton_kernels.angles import cos_sin
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded
 
@@ -144,6 +145,7 @@ def _rope(
     CACHE: tl.constexpr,
     STYLE: tl.constexpr,
 ):
+    enter()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(tok_pos + token)
     row = token
@@ -201,6 +203,7 @@ def _append(
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
 ):
+    enter()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _cache_row(token, tok_seq, tl.load(tok_pos + token), block_table, table_stride, page_size)
     k_blocks = tl.cdiv(k_heads, K_HEADS)
@@ -320,6 +323,7 @@ def _launch_rope(
         STYLE=style,
         num_warps=_WARPS,
         **constants,
+        **dependent_launch(),
     )
 
 
@@ -364,6 +368,7 @@ def _launch_append(
         K_HEADS=k_tile,
         V_HEADS=v_tile,
         num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 

@@ -44,6 +44,7 @@ from ktgraph.triton_kernels.attention_tiles import (
 )
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.split_combine import Partials, combine
 
@@ -95,6 +96,7 @@ def sdpa_decode_kernel(
     SPLIT: tl.constexpr,
     SMALL: tl.constexpr,
 ):
+    enter()
     split, group, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(seq_start + seq)
     new = tl.load(seq_start + seq + 1) - start
@@ -252,6 +254,7 @@ def launch(
         SMALL=small(k, v),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
+        **dependent_launch(),
     )
     if parts is not None:
         combine(parts, out, sinks)

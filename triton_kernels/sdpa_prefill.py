@@ -42,6 +42,7 @@ from ktgraph.triton_kernels.attention_tiles import (
 )
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 
 
@@ -132,6 +133,7 @@ def sdpa_prefill_kernel(
     SINKS: tl.constexpr,
     SMALL: tl.constexpr,
 ):
+    enter()
     group = tl.program_id(0) % groups
     number = (tl.num_programs(0) - 1 - tl.program_id(0)) // groups  # the last have the most keys
     seq, block = block_of(seq_start, sequences, number, SHARE, BLOCK_M, SEQS)
@@ -271,6 +273,7 @@ def launch(
         SMALL=small(k, v),
         num_warps=used.num_warps,
         num_stages=used.num_stages,
+        **dependent_launch(),
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import GATED, gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.rounding import rounded
 
 _COLS, _WARPS = 1024, 4
@@ -21,6 +22,7 @@ _COLS, _WARPS = 1024, 4
 def _gated_mul(
     x13, out, width, row_stride, out_stride, alpha, limit, ACT: tl.constexpr, COLS: tl.constexpr
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = col < width
@@ -60,6 +62,7 @@ def gated_mul(
         ACT=act,
         COLS=cols,
         num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 

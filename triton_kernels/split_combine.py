@@ -19,6 +19,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.attention_tiles import padded, rounded, with_sink
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 
 
 @triton.jit
@@ -37,6 +38,7 @@ def combine_kernel(
     BLOCK_V: tl.constexpr,
     SINKS: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     token, head = row // H, row % H
@@ -98,6 +100,7 @@ def combine(parts: Partials, out: torch.Tensor, sinks: torch.Tensor | None) -> N
         BLOCK_V=block_v,
         SINKS=sinks is not None,
         num_warps=4,
+        **dependent_launch(),
     )
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dense import dense_weights, in_kind
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.linear import LinearConfig, linear, multiplies_and_adds
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
@@ -76,6 +77,7 @@ def _gate_up(
         COLS=c.cols,
         UNROLL=c.unroll,
         num_warps=c.warps,
+        **dependent_launch(),
     )
 
 
@@ -94,6 +96,7 @@ def _gate_up_multiply_add(
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, width - 1).to(tl.int64)  # rows past the edge repeat the last one
     column = tl.arange(0, COLS)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.packed import FORMATS, PackedWeight
 from ktgraph.triton_kernels.rounding import rounded
 from ktgraph.triton_kernels.tile_words import (
@@ -69,6 +70,7 @@ def unpack(
         GATE_UP=weight.gate_up,
         KB=config.kb,
         num_warps=config.warps,
+        **dependent_launch(),
     )
 
 
@@ -91,6 +93,7 @@ def _unpack(
     GATE_UP: tl.constexpr,
     KB: tl.constexpr,
 ):
+    enter()
     STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
     tile, place = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, 16)

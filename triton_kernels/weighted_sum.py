@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.rounding import rounded
 
 _BLOCK, _WARPS = 1024, 4
@@ -25,12 +26,22 @@ def weighted_sum(
     tokens, top_k = ids.shape
     width = y.shape[1]
     _weighted_sum[(tokens, triton.cdiv(width, _BLOCK))](
-        y, ids, weights, out, width, out.stride(0), K=top_k, BLOCK=_BLOCK, num_warps=_WARPS
+        y,
+        ids,
+        weights,
+        out,
+        width,
+        out.stride(0),
+        K=top_k,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+        **dependent_launch(),
     )
 
 
 @triton.jit
 def _weighted_sum(y, ids, weights, out, width, stride_out, K: tl.constexpr, BLOCK: tl.constexpr):
+    enter()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

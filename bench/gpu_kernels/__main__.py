@@ -20,12 +20,14 @@ _REPEATS, _ROUNDS = 20, 5
 
 def seconds(run: Callable[[int], object], sets: int) -> float:
     """Median seconds of a call, replayed from a CUDA graph over all input sets in turn."""
-    for i in range(max(2, sets)):
-        run(i)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(max(2, sets)):
+            run(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     count = max(_REPEATS, sets)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for i in range(count):
             run(i)
     graph.replay()

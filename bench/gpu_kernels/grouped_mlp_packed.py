@@ -90,7 +90,7 @@ def case(
         grouped_mlp_packed(
             *(x, ids, weights, *stacked(name, format), None, None),
             out=(out,),
-            config=config or DecodeConfig(),
+            config=config,
             decode_pairs=decode_pairs,
             **_ATTRS,
         )

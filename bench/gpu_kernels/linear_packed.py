@@ -29,6 +29,8 @@ SHAPES = {  # rows, cols
     "V2-Lite o": (2048, 2048),
     "V2 q_b": (24576, 1536),
     "V2 o": (5120, 16384),
+    "V2 qkv_a": (2112, 5120),
+    "V2 shared down": (5120, 3072),
 }
 _GROUPS = {"int8": (0,), "int4": (32, 64, 128), "int4p": (64,)}
 
@@ -113,11 +115,13 @@ def cases() -> list[Case]:
         if shape != "10240x8192"
         for tokens in (1, 4, 16)
     ]
+    found += [case(shape, "int8", 0, 1) for shape in SHAPES if shape.startswith("V2 ")]
     return found + [case("10240x8192", "int4", 64, tokens) for tokens in (32, 64, 2048)]
 
 
 def sweep() -> list[Case]:
-    found = [case("10240x8192", "int8", 0, 1, c) for c in ROW_SWEEP]
+    wide = [s for s in SHAPES if not s.startswith("V2-Lite")]
+    found = [case(shape, "int8", 0, 1, c) for shape in wide for c in ROW_SWEEP]
     for shape in ("10240x8192", "V2-Lite qkv_a"):
         found += [case(shape, "int4", 64, 1, c) for c in ROW_SWEEP]
         found += [case(shape, "int4", 64, 16, c) for c in ROWS_SWEEP]

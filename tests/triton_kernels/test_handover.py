@@ -1,5 +1,7 @@
 """Hand-overs: every word arrives, the flag is raised once, the reply is lowered."""
 
+import time
+
 import pytest
 import torch
 
@@ -53,16 +55,36 @@ def test_receive_copies_and_lowers_the_reply(device: torch.device) -> None:
     answer = _shared(2500, device, torch.float32)
     answer.copy_(torch.randn(2500))
     target = torch.full((2500,), float("nan"), device=device)
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
     reply = _shared(1, device, torch.int32)
     reply.fill_(1)
-    handover.receive(answer, target, reply)
+    handover.receive(answer, target, arrived, reply)
     _wait(device)
     assert torch.equal(target.cpu(), answer)
     assert int(reply) == 0
+    assert int(arrived) == 0
+
+
+@pytest.mark.gpu
+def test_receive_waits_for_the_reply(device: torch.device) -> None:
+    answer = _shared(2500, device, torch.float32)
+    target = torch.full((2500,), float("nan"), device=device)
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    reply = _shared(1, device, torch.int32)
+    reply.fill_(0)
+    handover.receive(answer, target, arrived, reply)
+    ended = torch.cuda.Event()
+    ended.record()
+    time.sleep(0.02)
+    assert not ended.query()
+    answer.copy_(torch.randn(2500))
+    reply.fill_(1)
+    _wait(device)
+    assert torch.equal(target.cpu(), answer)
 
 
 def test_rows_of_half_words_are_refused(device: torch.device) -> None:
     row = torch.zeros(3, dtype=torch.bfloat16, device=device)
     words = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(AssertionError, match="words of 4 bytes, not 6 bytes"):
-        handover.receive(row, row, words)
+        handover.receive(row, row, words, words)

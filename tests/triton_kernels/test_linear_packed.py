@@ -15,6 +15,7 @@ from ktgraph.triton_kernels.linear_packed import (
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 
 BOUND = 2e-5  # bf16 results: 2^-9 relative each, and bf16 weights where the matrix units run
+ONE_TOKEN = 4e-5  # 4-bit weights meet bytes: E(largest of 8 normal numbers ^ 2) / (12 * 127^2)
 
 
 def reference(name: str, *operands: torch.Tensor | None, **attrs: object) -> torch.Tensor:
@@ -34,7 +35,7 @@ def test_linear_of_one_token(
         y = poisoned(1, rows, dtype=dtype, device=device)
         linear_packed(x, w, bias, out=(y,))
         wanted = reference("nn.linear", x.float(), values, bias).to(dtype)
-        check(y, wanted, BOUND)
+        check(y, wanted, ONE_TOKEN)
 
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
@@ -77,7 +78,7 @@ def test_rows_of_gate_and_up_tiles_are_put_in_order(tokens: int, device: torch.d
 @pytest.mark.parametrize(("tokens", "config"), [
     (1, TileConfig(4, 32, 2, 1)), (1, TileConfig(8, 128, 8, 3)),
     (1, TileConfig(1, 16, 2, 1, ahead=True)), (1, TileConfig(2, 64, 4, 1, ahead=True)),
-    (3, TileConfig(1, 16, 2, 2)), (3, TileConfig(8, 64, 8, 4)),
+    (3, TileConfig(1, 16, 2, 2)), (3, TileConfig(2, 16, 2, 3)),
 ])  # fmt: skip
 @pytest.mark.parametrize(("format", "group"), [("int8", 0), ("int4", 64), ("int4p", 64)])
 def test_configs(

@@ -44,15 +44,6 @@ def wait_value(stream: int, address: int, value: int) -> None:
     )
 
 
-@cache
-def has_stream_memory_operations() -> bool:
-    """Whether the driver has `wait_value`, which a hand-over takes."""
-    try:
-        return hasattr(_library(), "cuStreamWaitValue32_v2")
-    except DriverError:
-        return False
-
-
 def register_host(address: int, nbytes: int) -> None:
     """Pin memory of this process, so that copies from it run at the link's full rate."""
     portable = 1  # CU_MEMHOSTREGISTER_PORTABLE
@@ -66,7 +57,6 @@ def register_host(address: int, nbytes: int) -> None:
 
 __all__ = [
     "DriverError",
-    "has_stream_memory_operations",
     "register_host",
     "wait_value",
 ]

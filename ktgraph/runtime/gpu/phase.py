@@ -2,7 +2,8 @@
 
 The steps of a call depend on its sizes alone; they are made once for each size.  A decode call is
 run step by step the first time, then captured into one CUDA graph, hand-overs to the CPU included,
-and replayed from then on.
+and replayed from then on.  So is a prefill that is all the GPU's, whose kernels may end sooner than
+the host can launch them; one that waits for the CPU or for weights gains nothing.
 """
 
 from __future__ import annotations
@@ -110,6 +111,11 @@ class BoundPhase:
     def _is_decode(self) -> bool:
         """One new token a sequence: few sizes, called again and again, so worth a graph."""
         return self.phase.max_q == 1
+
+    @property
+    def _is_worth_a_graph(self) -> bool:
+        waits = bool(self.parts.boxes) or bool(self.phase.layouts.streamed)
+        return self._is_decode or (self.parts.can_capture and not waits)
 
     # -- one call ---------------------------------------------------------------------------------
     def run(self, step: StepArrays) -> torch.Tensor:
@@ -229,8 +235,8 @@ class BoundPhase:
         return {side.after, side.step, side.before} <= places
 
     def _start(self, made: Made, part: Part) -> None:
-        """Run a part's steps; from the second call of a decode size on, as one graph."""
-        may_capture = self.executor.capture and self._is_decode
+        """Run a part's steps; from the second call of a size on, as one graph where that pays."""
+        may_capture = self.executor.capture and self._is_worth_a_graph
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
         made.runs += 1
