@@ -29,6 +29,9 @@ import ktgraph as kt
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 VOCABULARY = 96
 LIMIT = 1e-10  # NMSE of float32 logits against transformers' eager ones
+OPTIONS: dict[str, Any] = {
+    "context": 64, "max_tokens": 16, "max_batch": 5, "page_size": 4, "threads": 1,
+}  # fmt: skip
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -251,16 +254,15 @@ def measure(name: str) -> Row:
     begin = time.process_time()
     traced = kt.trace(model, dtype="f32")
     trace_s = time.process_time() - begin
-    options: dict[str, Any] = {"context": 64, "max_tokens": 16, "max_batch": 5, "page_size": 4}
     begin = time.process_time()
-    lowered = traced.lower("cpu", **options)
+    lowered = traced.lower("cpu", **OPTIONS)
     passes_ms = (time.process_time() - begin) * 1e3
-    checked = traced.lower("cpu", validate=1, **options).passes.records
+    checked = traced.lower("cpu", validate=1, **OPTIONS).passes.records
     changed = [r for r in checked if r.changed]
     exact = [r for r in changed if r.error is not None]
     ops = f"{_count(traced.ir)} → {_count(lowered.module)}"
     validated = f"{len(exact)} of {len(changed)}"
-    simulated = traced.lower(kt.hybrid(gpu="simulated"), **options)
+    simulated = traced.lower(kt.hybrid(gpu="simulated"), **OPTIONS)
     errors = (_error(lowered.compile(), model), _error(simulated.compile(), model))
     return Row(name, trace_s, ops, passes_ms, validated, errors)
 
@@ -315,6 +317,7 @@ def main() -> None:
     unknown = sorted(set(given.names) - FAMILIES.keys())
     if unknown:
         parser.error(f"unknown family {unknown[0]!r}; known: {', '.join(FAMILIES)}")
+    torch.set_num_threads(1)  # of models this small the others only wait for each other
     measure("llama")  # what is loaded once does not count
     rows: list[Row] = []
     for name in given.names or FAMILIES:

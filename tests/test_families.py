@@ -15,15 +15,23 @@ from families import FAMILIES, LIMIT, eager, nmse, prompts
 from torch import Tensor
 
 import ktgraph as kt
+from ktgraph.drive import one_thread
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.ir import parse_module
 from ktgraph.runtime.runner import Runner
 
-OPTIONS: dict[str, Any] = {"context": 64, "max_tokens": 16, "max_batch": 5, "page_size": 4}
+OPTIONS = families.OPTIONS
 LENGTHS = (1, 5, 33, 17, 2)
 TESTED_OTHERS = ("granitemoe", "dots1", "ernie4_5_moe")  # of those that nobody had in mind
 TESTED = [n for n, f in FAMILIES.items() if not f.is_other or n in TESTED_OTHERS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_one_thread() -> Iterator[None]:
+    """Models this small only make threads wait for each other."""
+    with one_thread():
+        yield
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ def test_experts_are_one_op(made: Made) -> None:
 
 
 def test_logits_on_the_simulated_gpu(made: Made) -> None:
-    traced = made.traced.lower(kt.hybrid(gpu="simulated", cpu_threads=2), **OPTIONS)
+    traced = made.traced.lower(kt.hybrid(gpu="simulated"), **OPTIONS)
     exe = traced.compile()
     assert exe.runner.plan.uses_gpu
     try:
