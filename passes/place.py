@@ -25,7 +25,7 @@ from ktgraph.ops.registry import op_def
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.placement.decide import Decision, Run, Settings, decide
 from ktgraph.placement.graph import CPU, STREAM, Assign, Region
-from ktgraph.placement.report import Row, layers_text, placement_text, rows_of
+from ktgraph.placement.report import Row, layers_of, layers_text, placement_text, rows_of
 from ktgraph.placement.rules import RULES_FILE, read_rules, split_where_rules_differ
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.target.description import round_size
@@ -260,7 +260,8 @@ def _expert_lines(decision: Decision) -> Iterator[str]:
             for site in (s for s in region.sites if s.is_experts):
                 device = decision.device(region, run, site)
                 where = shown.get(device, f"computed on {device}")
-                at = "" if run.layers[0] is None else f" of layers {layers_text(run.layers)}"
+                layers = layers_of(site.op, run.layers)
+                at = "" if layers[0] is None else f" of layers {layers_text(layers)}"
                 yield f"@{region.func.name}: experts{at} {where}"
 
 
