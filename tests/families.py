@@ -288,7 +288,6 @@ _HEAD = (
     "family", "trace s", "ops, traced → lowered", "passes ms", "validated", "error, CPU",
     "error, simulated GPU",
 )  # fmt: skip
-_BEGIN, _MIDDLE, _END = (f"<!-- {name} -->" for name in ("table", "others", "end of tables"))
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -297,15 +296,15 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def written(text: str, rows: Iterable[Row]) -> str:
-    """The page with its two tables replaced, and the version they were measured with."""
+    """The page with both tables replaced, and the version they were measured with."""
     rows = list(rows)
-    tables = [_table(r for r in rows if FAMILIES[r.name].is_other == k) for k in (False, True)]
-    head, _, rest = text.partition(_BEGIN)
-    text_between = rest.partition("\n\n")[2].partition("\n\n")[2].partition(_MIDDLE)[0]
-    tail = rest.partition(_END)[2]
-    head = re.sub(r"transformers \d[\w.]*", f"transformers {tf.__version__}", head)
-    first = f"{_BEGIN}\n{tables[0]}\n\n{text_between.strip()}\n\n"
-    return f"{head}{first}{_MIDDLE}\n{tables[1]}\n{_END}{tail}"
+    for marker, is_other in (("named", False), ("others", True)):
+        table = _table(r for r in rows if FAMILIES[r.name].is_other == is_other)
+        place = re.compile(rf"<!-- {marker} -->.*?<!-- end -->", re.DOTALL)
+        if len(place.findall(text)) != 1:
+            raise ValueError(f"{PAGE}: expected one <!-- {marker} --> … <!-- end -->")
+        text = place.sub(lambda _, t=table, m=marker: f"<!-- {m} -->\n{t}\n<!-- end -->", text)
+    return re.sub(r"transformers \d+(\.\d+)*", f"transformers {tf.__version__}", text)
 
 
 def main() -> None:
