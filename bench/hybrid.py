@@ -1,6 +1,6 @@
 """Whole models on a GPU and the CPU together: decode and prefill beside the floor of the same run.
 
-    python bench/hybrid.py prepare [CELL ...]     trace and lower; needs no GPU
+    python bench/hybrid.py prepare [CELL ...]     trace, lower, and predict; needs no GPU
     python bench/hybrid.py run [CELL ...]         measure; finished cells are kept and not run again
     python bench/hybrid.py table                  what was measured, one table
 
@@ -8,8 +8,9 @@ Weights are synthetic: one random matrix per shape and encoding, physically copi
 that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Tokens
 are random, and routers choose by what comes of them.  The floor of a decode step is, over layers,
 attention and router at HBM bandwidth, the hand-over (10 µs, assumed), and the longer of the shared
-expert and the chosen experts' bytes at DRAM bandwidth; then the head.  All bandwidths are measured
-in the same run.
+expert and the chosen experts' bytes at DRAM bandwidth; then the head.  Where experts are deferred,
+only those that are waited for count so, and no step is shorter than all experts' bytes at DRAM
+bandwidth.  All bandwidths are measured in the same run.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Cell:
     prompt: int
     context: int = 512  # rows in the cache when decode is timed
     layers: int | None = None
+    defer: int = 0  # experts of a token that come one layer later in decode
 
 
 _INT4 = "experts=int4p(group=64)"
@@ -72,10 +74,12 @@ _ALL = (
     Cell("v2lite-cuda-bf16", "deepseek-v2-lite", None, "", "125GiB", 2048),
     Cell("qwen3-30b-cuda-bf16", "qwen3-30b-a3b", None, "", "125GiB", 2048),
     Cell("v2lite-hybrid", "deepseek-v2-lite", _INT4, _ON_CPU, "125GiB", 2048),
+    Cell("v2lite-hybrid-deferred", "deepseek-v2-lite", _INT4, _ON_CPU, "125GiB", 2048, defer=3),
     Cell("v2lite-streamed", "deepseek-v2-lite", _INT4, _STREAMED, "125GiB", 2048),
     Cell("qwen3-30b-hybrid", "qwen3-30b-a3b", _INT4, _ON_CPU, "125GiB", 2048),
     Cell("qwen3-30b-streamed", "qwen3-30b-a3b", _INT4, _STREAMED, "125GiB", 2048),
     Cell("v2-236b-21g", "deepseek-v2", _INT4_REST_INT8, _STREAMED, "21GiB", 4096),
+    Cell("v2-236b-21g-deferred", "deepseek-v2", _INT4_REST_INT8, _STREAMED, "21GiB", 4096, defer=2),
     Cell("v2-236b-130g", "deepseek-v2", _INT4_REST_INT8, "", "130GiB", 4096),
     Cell("qwen2-57b-12g", "qwen2-57b-a14b", _INT4_REST_INT8, _STREAMED, "12GiB", 4096),
 )
@@ -86,12 +90,15 @@ def options_of(cell: Cell) -> CompileOptions:
     context = max(cell.prompt, cell.context) + WARM + STEPS + 64
     return CompileOptions(
         dtype="bf16", quantize=cell.quantize, context=context, max_batch=1,
-        max_tokens=cell.prompt, cache_rows=2 * context,
+        max_tokens=cell.prompt, cache_rows=2 * context, defer=cell.defer,
     )  # fmt: skip
 
 
-def prepare(cell: Cell) -> Path:
-    """Trace on meta tensors, run the passes for the described target, write the lowered IR."""
+def prepare(cell: Cell) -> str:
+    """Trace on meta tensors, run the passes for the described target, write the lowered IR.
+
+    Returns what is predicted for it, in one line.
+    """
     import transformers
 
     import ktgraph as kt
@@ -115,7 +122,12 @@ def prepare(cell: Cell) -> Path:
     PassManager().run(module, "default", PassContext(target, None, options), validate=0)
     path = PREPARED / f"{cell.name}.ktir"
     path.write_text(str(module), encoding="utf-8")
-    return path
+    cost = cost_analysis(module, load_target(TARGET))
+    decode, prefill = cost.at(T=1, S=cell.context), cost.at(T=cell.prompt)
+    return (
+        f"{path}: predicted decode {1 / decode.seconds:.1f} tok/s ({decode.seconds * 1e3:.2f} ms), "
+        f"prefill {cell.prompt / prefill.seconds:.0f} tok/s"
+    )
 
 
 # -- floors ---------------------------------------------------------------------------------------
@@ -155,13 +167,13 @@ def bytes_of(plan: Plan) -> Bytes:
     return found
 
 
-def decode_floor(read: Bytes, layers: int, dram: float, hbm: float) -> float:
-    """Seconds of a step that no schedule goes below."""
+def decode_floor(read: Bytes, layers: int, dram: float, hbm: float, deferred: float = 0.0) -> float:
+    """Seconds of a step that no schedule goes below; `deferred` is a share of the experts."""
     base = (read.gpu + read.gpu_experts) / hbm
     if not read.cpu_experts:
         return base + read.shared / hbm
-    beside = max(read.shared / hbm, read.cpu_experts / dram)
-    return base + beside + layers * HANDOVER
+    beside = max(read.shared / hbm, read.cpu_experts * (1 - deferred) / dram)
+    return max(base + beside + layers * HANDOVER, read.cpu_experts / dram)
 
 
 def hbm_bandwidth() -> float:
@@ -203,7 +215,9 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     shape = CacheShape(size, -(-options.cache_rows // size), options.context)
     runner = Runner.bind(plan, weights, shape, threads, device)
     read = bytes_of(plan)
-    layers = sum(1 for i in plan.phase("decode").instructions if i.kernel == "cuda.await")
+    handovers = sum(1 for i in plan.phase("decode").instructions if i.kernel == "cuda.await")
+    layers = (handovers + 1) // 2 if cell.defer else handovers  # two a layer, but for the last
+    deferred = cell.defer / plan.module.dims.get("K", 1)
     has_cpu = read.cpu_experts > 0
     reader = Reader(2 << 30) if has_cpu else None
     before = reader.read(threads) if reader else 0.0
@@ -217,7 +231,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         events = timeline_events(runner, cost, cell.prompt)
         page = lanes_html(cell.name, events)
         (timelines / f"{cell.name}.html").write_text(page, encoding="utf-8")
-    floor = decode_floor(read, layers, max(before, after, 1.0), hbm)
+    floor = decode_floor(read, layers, max(before, after, 1.0), hbm, deferred)
     median = statistics.median(decode)
     return {
         "cell": cell.name,
@@ -237,7 +251,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "gpu_bytes": torch.cuda.max_memory_allocated(),
         "made_s": made,
         "bytes": asdict(read),
-        "handovers": layers,
+        "handovers": handovers,
     }
 
 

@@ -40,6 +40,7 @@ const std::vector<Level>& levels() {
       {"avx2_vnni", with(k2, {"avx_vnni"}), avx2_vnni_table, true},
       {"avx512", k512, avx512_table, true},
       {"avx512_vnni", with(k512, {"avx512_vnni"}), avx512_vnni_table, true},
+      {"avx512_bf16", with(k512, {"avx512_vnni", "avx512_bf16"}), avx512_bf16_table, true},
       {"amx",
        with(k512, {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16", "os_amx", "amx_permission"}),
        amx_table, true},

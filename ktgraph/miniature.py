@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, Witness
 from ktgraph.ir.literals import literals, set_literals
+from ktgraph.ir.types import TensorType
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.weights.encodings import EncodingError, encoding_def
 
@@ -100,17 +102,26 @@ def choose_sizes(modules: Sequence[Module]) -> dict[str, int]:
 
     Kept from the real sizes: P or A = 2*J, H a multiple of G, E of NG.  K experts fit into the
     groups kept; widths along which blocks of an encoding run are multiples of the block.  No size
-    equals a literal of the modules.
+    equals a literal of the modules, and no axis as long as ``K-2`` is empty.
     """
     real = {k: v for m in modules for k, v in m.dims.items()}
     taken = {n for m in modules for n in literals(m) if n >= 8}
     sizes: dict[str, int] = {}
+    axes = _axes(modules)
     for name in sorted(real, key=_order):
         sizes[name] = _size(name, real, sizes, taken)
+        while any(d.names == frozenset((name,)) and d.at(sizes) < 1 for d in axes):
+            sizes[name] += 1
         taken.add(sizes[name])
     for count, name in enumerate(_blocked(modules), start=1):
         sizes[name] = count * _block(modules)
     return sizes
+
+
+def _axes(modules: Sequence[Module]) -> set[Dim]:
+    """Axes of values that are sums of names and numbers."""
+    types = [v.type for m in modules for f in m.functions.values() for v in f.values()]
+    return {d for t in types if isinstance(t, TensorType) for d in t.dims if len(d.terms) > 1}
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -140,7 +151,8 @@ def _wish(name: str, real: dict[str, int], chosen: dict[str, int]) -> tuple[int,
     if name == "H":
         return 2 * chosen.get("G", 5), chosen.get("G", 1)
     if name == "E":
-        return 3 * chosen.get("NG", 3), chosen.get("NG", 1)
+        each = max(3, -(-chosen.get("K", 3) // chosen.get("KG", 1)))
+        return each * chosen.get("NG", 3), chosen.get("NG", 1)
     if name in ("P", "A"):
         return 16, 2
     return _PREFERRED.get(name, 37), 2 if name == "D" else 1

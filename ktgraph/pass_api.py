@@ -31,17 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Numerics:
-    """What a pass may do to results: `exact` nothing, `reorder` round-off, `requant` up to nmse."""
+    """What a pass may do to results.
+
+    `exact` nothing, `reorder` round-off, `requant` (rounds weights) and `lossy` up to nmse.
+    """
 
     kind: str
     nmse: float = 0.0
 
     def __str__(self) -> str:
-        return f"requant(nmse={self.nmse:g})" if self.kind == "requant" else self.kind
+        return f"{self.kind}(nmse={self.nmse:g})" if self.is_lossy else self.kind
 
     @property
     def is_lossy(self) -> bool:
-        return self.kind == "requant"
+        return self.kind in ("requant", "lossy")
 
     @property
     def tolerance(self) -> float:
@@ -59,6 +62,10 @@ def reorder() -> Numerics:
 
 def requant(nmse: float) -> Numerics:
     return Numerics("requant", nmse)
+
+
+def lossy(nmse: float) -> Numerics:
+    return Numerics("lossy", nmse)
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class CompileOptions:
     )
     activations: str = "auto"  # rows that meet integer weights: auto (int8), f32 (as they are)
     exact: bool = False  # refuse every lossy rewrite
+    defer: int = 0  # experts of a token on the CPU that come one layer later in decode (lossy)
     max_tokens: int = 512  # most new tokens in one call: the prefill chunk
     max_batch: int = 16  # most sequences in one call
     context: int = 4096  # most rows of one sequence
@@ -142,6 +150,9 @@ def option_fault(name: str, value: object) -> str | None:
     if name in _ABOVE_ZERO:
         fits = type(value) is int and value > 0
         return None if fits else f"{name}={value!r}: expected a whole number above 0"
+    if name == "defer":
+        fits = type(value) is int and value >= 0
+        return None if fits else f"defer={value!r}: expected a number of experts, 0 or more"
     if name == "activations":
         return None if value in ("auto", "f32") else f"{name}={value!r}: expected 'auto' or 'f32'"
     wanted = bool if name == "exact" else str

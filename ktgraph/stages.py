@@ -115,7 +115,7 @@ class Traced:
             environment's KTGRAPH_VALIDATE says.
         dump: folder for every pass's IR and reports; None: what KTGRAPH_DUMP says.
         options: fields of `CompileOptions`: quantize, max_tokens, context, max_batch, cache_rows,
-            exact, rules, threads, page_size.  None means the default.
+            exact, defer, rules, threads, page_size.  None means the default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
         if validate not in (None, 0, 1, 2):

@@ -2,8 +2,8 @@
 
 Level 1 runs both in float64 under seeded random weights over a whole trace (`ktgraph/drive.py`) and
 bounds the normalised mean squared error (NMSE) by what the pass declares: `exact` 0, `reorder`
-1e-20, `requant(nmse)`: its real error under `nmse`, and where the loss lies in recipes of weights
-also what remains without them under 1e-20.  Level 2 is ktgraph/kernel_check.py.
+1e-20, `requant(nmse)` and `lossy(nmse)`: its real error under `nmse`, and where the loss lies in
+recipes of weights also what remains without them under 1e-20.  Level 2 is ktgraph/kernel_check.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Values that one op needs from one device cross together, and a value crosses once per destination.
 What the host computes between ops of the GPU crosses by `xfer.post` and `xfer.await`, which do not
-stop the GPU, with a mailbox number for each layer.  Streamed weights cross as `xfer.copy {stream =
-1}`.  Caches never move.
+stop the GPU, with a mailbox number for each layer, and for each of several hand-overs of a layer.
+What a repeat carries on the host stays there, and is awaited where the next layer reads it.
+Streamed weights cross as `xfer.copy {stream = 1}`.  Caches never move.
 
 Before:  %routed = moe.grouped_mlp %h, %ids, %wts, @w13, @w2 : bf16[T, D]@cpu
 After:   %h.cpu, %ids.cpu, %wts.cpu = xfer.post %h, %ids, %wts {mailbox = i}
@@ -57,31 +58,34 @@ class _Inserting:
         self.module = module
         self.func = func
         self.taken = {v.name for v in func.values()}
-        self.boxes = _first_free_box(func)
+        self.boxes = _mailboxes(func, [op for op in func.walk() if self._is_handed_over(op)])
         self.counts = {"xfer.copy": 0, "xfer.post": 0, "xfer.await": 0}
 
     def run(self) -> dict[str, int]:
-        self._block(self.func.body, None)
+        self._block(self.func.body, [self._home] * len(self.func.body.returns))
         return self.counts
 
-    def _block(self, block: Block, index: Dim | None) -> None:
+    def _block(self, block: Block, wanted: Sequence[str]) -> None:
+        """`wanted`: where the block's returns are to lie."""
         copies: dict[tuple[Operand, str], Value] = {}
-        answers: dict[Value, Dim] = {}  # results of the host's experts -> mailbox
         for op in list(block.ops):
             if op.body is not None:
-                self._bring(block, op, list(op.values), self._home, copies, answers)
-                self._block(op.body, Dim.of(str(op.attrs["index"])))
+                carried = [self._at(arg) for arg in op.body.args]
+                self._bring_each(block, op, op.values, carried, copies)
+                self._block(op.body, carried)
                 continue
             if op.name in CROSSING:
                 continue
             device = op_device(self.module, op)
-            if op.name in _EXPERTS and device != self._home:
-                mailbox = self._mailbox(index)
-                self._post(block, op, device, mailbox, copies)
-                answers.update(dict.fromkeys(op.results, mailbox))
+            if op in self.boxes:
+                self._post(block, op, device, self.boxes[op], copies)
             self._stream(block, op, device)
-            self._bring(block, op, op.values, device, copies, answers)
-        self._bring(block, block.terminator, block.returns, self._home, copies, answers)
+            self._bring(block, op, op.values, device, copies)
+        self._bring_each(block, block.terminator, block.returns, wanted, copies)
+
+    def _is_handed_over(self, op: Op) -> bool:
+        """Experts of the host, which the GPU goes on beside."""
+        return op.name in _EXPERTS and op_device(self.module, op) != self._home
 
     @property
     def _home(self) -> str:
@@ -90,12 +94,20 @@ class _Inserting:
     def _at(self, value: Value) -> str:
         return value.type.device or self._home
 
-    def _mailbox(self, index: Dim | None) -> Dim:
-        """One for each layer: the repeat's index, or numbers that no layer has."""
-        if index is not None:
-            return index
-        self.boxes += 1
-        return Dim.of(self.boxes)
+    def _answer(self, value: Value) -> Dim | None:
+        """The mailbox that a value is the answer of, also when a repeat carried it here."""
+        maker = value.producer
+        if maker is not None and maker.body is None:
+            return self.boxes.get(maker)
+        if maker is not None and maker.body is not None:  # carried out of the last layer
+            found = self._answer(maker.body.returns[maker.results.index(value)])
+            return found and found.subst({str(maker.attrs["index"]): maker.int_attr("hi")})
+        block = value.owner
+        if not isinstance(block, Block) or block.parent is None:
+            return None
+        index = str(block.parent.attrs["index"])
+        found = self._answer(block.returns[block.args.index(value)])  # carried from a layer before
+        return found and found.subst({index: Dim.of(index) - 1})
 
     # -- what crosses ------------------------------------------------------------------------------
     def _bring(
@@ -105,13 +117,13 @@ class _Inserting:
         values: Sequence[Value],
         device: str,
         copies: dict[tuple[Operand, str], Value],
-        answers: dict[Value, Dim],
     ) -> None:
         """Copy the op's operands that lie elsewhere, in front of it, and let it read the copies."""
         for src, group in self._elsewhere(values, device, copies):
-            posted = [v for v in group if v in answers and device == self._home]
+            boxes = {v: self._answer(v) for v in group if device == self._home}
+            posted = [v for v, box in boxes.items() if box is not None]
             for value in posted:
-                attrs = {"mailbox": answers[value]}
+                attrs = {"mailbox": boxes[value]}
                 self._insert(block, op, "xfer.await", [value], device, attrs, copies)
             rest = [v for v in group if v not in posted]
             if rest:
@@ -120,6 +132,19 @@ class _Inserting:
         for value in dict.fromkeys(values):
             if (value, device) in copies:
                 op.replace_operand(value, copies[value, device])
+
+    def _bring_each(
+        self,
+        block: Block,
+        op: Op,
+        values: Sequence[Value],
+        devices: Sequence[str],
+        copies: dict[tuple[Operand, str], Value],
+    ) -> None:
+        """The same for operands that are wanted on different devices."""
+        for device in dict.fromkeys(devices):
+            wanted = [v for v, at in zip(values, devices, strict=True) if at == device]
+            self._bring(block, op, wanted, device, copies)
 
     def _elsewhere(
         self, values: Sequence[Value], device: str, copies: dict[tuple[Operand, str], Value]
@@ -200,9 +225,28 @@ class _Inserting:
         return name
 
 
-def _first_free_box(func: Function) -> int:
-    """A number above every layer's."""
-    return max([0, *_last_layers(func)])
+def _mailboxes(func: Function, ops: Sequence[Op]) -> dict[Op, Dim]:
+    """Numbers of hand-overs: ``i`` in layer i, ``2*i`` and ``2*i+1`` where layers have two.
+
+    The layer is the member of the weights' family that the op reads; an op without one gets a
+    number that no layer has.
+    """
+    of_layer: dict[tuple[Block | None, Dim], list[Op]] = {}
+    others: list[Op] = []
+    for op in ops:
+        ref = op.operand(3)
+        if isinstance(ref, WeightRef) and ref.index is not None:
+            of_layer.setdefault((op.block, ref.index), []).append(op)
+        else:
+            others.append(op)
+    most = max(map(len, of_layer.values()), default=1)
+    found = {
+        op: most * index + number
+        for (_, index), held in of_layer.items()
+        for number, op in enumerate(held)
+    }
+    free = max([0, *_last_layers(func)]) * most + most
+    return found | {op: Dim.of(free + number) for number, op in enumerate(others)}
 
 
 def _last_layers(func: Function) -> Iterator[int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 PIPELINES: dict[str, str] = {
     "default": (
         "name-dims,canonicalize,flatten-tokens,window-cache,specialize-phases,mla-absorb,"
-        "merge-linears,moe-group,fuse-norms,fuse-rope-kv,place,quantize,insert-copies,overlap,pack-weights,"
-        "plan-memory,lower"
+        "merge-linears,moe-group,fuse-norms,fuse-rope-kv,place,quantize,expert-deferral,"
+        "insert-copies,overlap,pack-weights,plan-memory,lower"
     ),
 }
 

@@ -16,6 +16,9 @@ MODELS = {
     "tiny-qwen3-moe": REPO / "tests" / "models" / "tiny-qwen3-moe",
 }
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is imported, by a conftest below too
+
 hypothesis.settings.register_profile("ktgraph", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ktgraph")
 
@@ -28,8 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is imported
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 

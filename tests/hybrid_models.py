@@ -34,6 +34,7 @@ from ktgraph.weights.sources import RandomSource
 
 OPTIONS = replace(lowered_models.OPTIONS, activations="f32")
 PIPELINE = f"{FRONT},{HYBRID},pack-weights,plan-memory,lower"
+DEFERRED = PIPELINE.replace("insert-copies", "expert-deferral,insert-copies")  # option `defer`
 _ALWAYS = "- match: {{class: moe.grouped_mlp}}\n  replace: {{device: {0}}}\n"
 _PREFILL = "- match: {class: moe.grouped_mlp}\n  replace: {device: stream}\n  phase: prefill\n"
 EXPERTS: Mapping[str, str] = {
@@ -189,6 +190,7 @@ def greedy(runner: Runner, steps: int = 60) -> list[int]:
 
 
 __all__ = [
+    "DEFERRED",
     "EXPERTS",
     "OPTIONS",
     "PIPELINE",

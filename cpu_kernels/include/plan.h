@@ -116,6 +116,7 @@ const IsaTable& avx2_table();
 const IsaTable& avx2_vnni_table();
 const IsaTable& avx512_table();
 const IsaTable& avx512_vnni_table();
+const IsaTable& avx512_bf16_table();
 const IsaTable& amx_table();
 const IsaTable& amx_emulated_table();
 

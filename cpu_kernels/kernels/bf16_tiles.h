@@ -1,15 +1,21 @@
-// bf16 weights times bf16 rows on tile registers: C[m][16 n + lane] in f32. The packed blocks of 32
-// columns are a B operand as they are. Sums run over kBf16Span columns in the registers, then go on
-// from C.
+// bf16 weights times bf16 rows on tile registers, or with vdpbf16ps where a CPU has it and no tiles:
+// C[m][16 n + lane] in f32. The packed blocks are operands as they are: 32 columns a tile, 2 columns
+// a vector. Sums run over kBf16Span columns in the registers, then go on from C.
 #pragma once
 
 namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-#ifdef KTG_TILES
+#if defined(KTG_TILES) || defined(KTG_BF16_DOTS)
+constexpr bool kHasBf16Products = true;
 constexpr long kBf16Span = 512;  // best of 128 to 2048 measured: fewer trips of C through memory
+#else
+constexpr bool kHasBf16Products = false;
+#endif
 
+// bf16_tile_block: C (+)= 16 MA rows of A times NB tiles of B over k columns.
+#ifdef KTG_TILES
 template <int T>
 KTG_IN void tile_begin(const float* c, long c_row, bool fresh) {
   fresh ? tile_zero<T>() : tile_load<T>(c, c_row * 4);
@@ -42,7 +48,44 @@ static void bf16_tile_block(const char* a, long a_stride, const char* b, long b_
   if constexpr (MA == 2) tile_store<2>(below, c_row * 4);
   if constexpr (MA == 2 && NB == 2) tile_store<3>(below + 16, c_row * 4);
 }
+#elif defined(KTG_BF16_DOTS)
+constexpr int kDotRows = 8;  // 16 sums hide the latency of vdpbf16ps
 
+template <int NB>
+static void bf16_dot_block(const char* a, long a_stride, const char* b, long b_tile, long k,
+                           float* c, long c_row, bool fresh) {
+  F acc[kDotRows][NB];
+#pragma GCC unroll 8
+  for (int m = 0; m < kDotRows; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < NB; ++n) acc[m][n] = fresh ? zero() : load(c + m * c_row + n * 16);
+  for (long at = 0; at < k; at += 2, a += 4, b += 64) {
+    I w[NB];
+#pragma GCC unroll 2
+    for (int n = 0; n < NB; ++n) w[n] = load_block(b + n * b_tile);
+#pragma GCC unroll 8
+    for (int m = 0; m < kDotRows; ++m) {
+      int pair;
+      __builtin_memcpy(&pair, a + m * a_stride, 4);
+#pragma GCC unroll 2
+      for (int n = 0; n < NB; ++n) acc[m][n] = dot_bf16(acc[m][n], w[n], pair);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kDotRows; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < NB; ++n) store(c + m * c_row + n * 16, acc[m][n]);
+}
+
+template <int MA, int NB>
+static void bf16_tile_block(const char* a, long a_stride, const char* b, long b_tile, long k,
+                            float* c, long c_row, bool fresh) {
+  for (int m = 0; m < 16 * MA; m += kDotRows)
+    bf16_dot_block<NB>(a + m * a_stride, a_stride, b, b_tile, k, c + m * c_row, c_row, fresh);
+}
+#endif
+
+#if defined(KTG_TILES) || defined(KTG_BF16_DOTS)
 template <int MA>
 static void bf16_rows(const Tiles& t, const char* a, long stride, long k0, long k, float* c,
                       long c_row) {

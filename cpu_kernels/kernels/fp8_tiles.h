@@ -1,4 +1,4 @@
-// fp8 weights times bf16 rows on tile registers. e4m3 is exact in bf16: a group of columns becomes
+// fp8 weights times bf16 rows on tile registers or with vdpbf16ps. e4m3 is exact in bf16: a group of columns becomes
 // a bf16 panel, whose sums join C with the group's scale, in group order.
 #pragma once
 
@@ -6,7 +6,7 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-#ifdef KTG_TILES
+#if defined(KTG_TILES) || defined(KTG_BF16_DOTS)
 struct Fp8Scratch {
   char panel[kUnitTiles * kPanelK * 32];
   float sums[32 * 32];

@@ -14,7 +14,8 @@ constexpr size_t kCBytes = (kRowBlock + kRowSlack) * kCRow * 4;
 
 KTG_IN int rows_kind(const WeightArg& w, long tokens) {
   if (w.activations == ACTS_INT8) return ACTS_INT8;
-  return kHasTiles && w.activations == ACTS_BF16 && tokens > kFewTokens ? ACTS_BF16 : ACTS_F32;
+  const bool as_bf16 = kHasBf16Products && w.activations == ACTS_BF16 && tokens > kFewTokens;
+  return as_bf16 ? ACTS_BF16 : ACTS_F32;
 }
 
 // `count` records, and for int8 their scales once more by block: what tile kernels read in a row.

@@ -114,6 +114,14 @@ KTG_IN F fp8_column(I w) {
   return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
 }
 
+#ifdef KTG_BF16_DOTS
+// sums + the two products of each lane's bf16 values with the pair x; denormals count as 0.
+KTG_IN F dot_bf16(F sums, I w, int x) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(w),
+                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(x)));
+}
+#endif
+
 // For packing: integers from integral f32, and putting fields of a block together.
 KTG_IN I to_int(F v) { return _mm512_cvtps_epi32(v); }
 KTG_IN I bits_or(I a, I b) { return _mm512_or_si512(a, b); }

@@ -18,6 +18,7 @@ _OPTIONS = (
     "rules",
     "threads",
     "exact",
+    "defer",
 )
 
 
@@ -42,6 +43,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations",
         choices=("auto", "f32"),
         help="rows that meet integer weights: auto rounds them to int8, f32 leaves them",
+    )
+    parser.add_argument(
+        "--defer", type=int, metavar="N", help="experts of a token that come a layer late (lossy)"
     )
     parser.add_argument("--exact", action="store_true", default=None, help="refuse lossy rewrites")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")

@@ -1,11 +1,12 @@
-"""Splitting a `repeat` where layers are no longer equal."""
+"""Splitting a `repeat` where layers are no longer equal, and writing one layer out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ktgraph.ir.copying import clone_block
-from ktgraph.ir.graph import Block, Function, Op, Value, attr
+from ktgraph.ir.dims import Dim
+from ktgraph.ir.graph import Attr, Block, Function, Op, Operand, Value, WeightRef, attr
 
 
 def split_repeat(func: Function, op: Op, at: int) -> tuple[Op, Op]:
@@ -43,6 +44,46 @@ def split_repeat_at(func: Function, op: Op, starts: Sequence[int]) -> list[Op]:
     return [*parts, op]
 
 
+def inline_repeat(op: Op) -> list[Op]:
+    """Replace a repeat of one layer by the ops of its body; returns them.  Names stay.
+
+    Raises ValueError for a repeat of more layers, or with a repeat inside.
+    """
+    lo, hi = op.int_attr("lo"), op.int_attr("hi")
+    if op.body is None or op.block is None or lo != hi:
+        raise ValueError(f"{op.name} {lo}..{hi} is no repeat of one layer")
+    body, block = op.body, op.block
+    moved = list(body.ops)
+    if any(inner.body is not None for inner in moved):
+        raise ValueError(f"repeat {lo}..{hi} has a repeat inside")
+    index = {str(op.attrs["index"]): lo}
+    for inner in moved:
+        inner.attrs = {k: _at(v, index) for k, v in inner.attrs.items()}
+        inner.loc = inner.loc and inner.loc.replace(f"{{{op.attrs['index']}}}", str(lo))
+        inner.set_operands([_ref_at(o, index) for o in inner.operands])
+        block.insert_before(op, inner)
+    body.ops = []
+    for arg, given in zip(body.args, op.values, strict=True):
+        for user in list(arg.users):
+            user.replace_operand(arg, given)
+    results = body.returns
+    body.set_returns([])
+    op.replace_by(results)
+    return moved
+
+
+def _at(value: Attr, index: dict[str, int]) -> Attr:
+    if isinstance(value, tuple):
+        return tuple(_at(v, index) for v in value)
+    return value.subst({**index}) if isinstance(value, Dim) else value
+
+
+def _ref_at(operand: Operand, index: dict[str, int]) -> Operand:
+    if not isinstance(operand, WeightRef) or operand.index is None:
+        return operand
+    return WeightRef(operand.name, operand.index.subst({**index}))
+
+
 def _values(block: Block) -> list[Value]:
     found = list(block.args)
     for op in block.ops:
@@ -67,4 +108,4 @@ def _free(stem: str, taken: set[str]) -> str:
     return name
 
 
-__all__ = ["split_repeat", "split_repeat_at"]
+__all__ = ["inline_repeat", "split_repeat", "split_repeat_at"]

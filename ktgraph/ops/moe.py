@@ -83,6 +83,17 @@ def route(
     return ids.to(torch.int32).reshape(shape), (weights * scale).reshape(shape)
 
 
+@op(
+    "moe.by_weight(ids: i32[..., K], weights: f32[..., K]) -> (i32[..., K], f32[..., K])",
+    flops=lambda d: 1.0 * d.tokens * d.K * d.K,
+    cases=[case(T=1, E=8, K=6), case(T=17, E=8, K=3)],
+)
+def by_weight(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same choice of experts by descending weight; equal weights keep their order."""
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order), weights.gather(-1, order)
+
+
 def _run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,

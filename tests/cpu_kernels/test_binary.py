@@ -47,7 +47,7 @@ RULES = {
         r"zmm|%k[1-7]\b|[xy]mm(1[6-9]|2\d|3[01])\b",
         "avx512 avx512_vnni avx512_bf16 amx",
     ),
-    "VNNI": (r"\bvpdp[bw]", "avx2_vnni avx512_vnni amx"),
+    "VNNI": (r"\bvpdp[bw]", "avx2_vnni avx512_vnni avx512_bf16 amx"),
     "AMX": (r"%tmm|\btile|ldtilecfg", "avx512_amx amx"),
     "BF16": (r"\bv(dpbf16|cvtne2?ps2?bf16)", "avx512_bf16"),
     "other extensions": (r"\bv(perm[bi]2?b|fmadd\w*ph)\b", "none"),

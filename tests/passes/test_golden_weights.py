@@ -1,4 +1,4 @@
-"""Golden text of the passes that change phases and weights."""
+"""Golden text of the passes that change phases, weights and experts."""
 
 from pathlib import Path
 
@@ -6,7 +6,14 @@ import pytest
 from golden import Case, check_case, golden_cases
 
 HERE = Path(__file__).parent
-FILES = ("specialize_phases", "mla_absorb", "moe_group", "quantize", "pack_weights")
+FILES = (
+    "specialize_phases",
+    "mla_absorb",
+    "moe_group",
+    "quantize",
+    "pack_weights",
+    "expert_deferral",
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from small_models import gqa_moe, mla_moe
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_module
-from ktgraph.ir.repeats import split_repeat
+from ktgraph.ir.repeats import inline_repeat, split_repeat
 from ktgraph.ir.verify import VerifyError, verify
 from ktgraph.pass_api import CompileOptions, PassContext, exact
 from ktgraph.placement.decide import Settings, decide
@@ -155,3 +155,19 @@ def test_split_repeat_keeps_names_and_meaning() -> None:
     assert Validator().compare(before, module, exact()).error == 0.0
     with pytest.raises(ValueError, match="cannot be split at 1"):
         split_repeat(func, tail, 1)
+
+
+def test_inline_repeat_keeps_names_and_meaning() -> None:
+    before = gqa_moe()
+    module = before.clone()
+    func = module.functions["main"]
+    repeat = next(op for op in func.body.ops if op.body is not None)
+    with pytest.raises(ValueError, match=r"repeat 0\.\.1 is no repeat of one layer"):
+        inline_repeat(repeat)
+    head, _ = split_repeat(func, repeat, 1)
+    moved = inline_repeat(head)
+    verify(module)
+    assert "routed" in [r.name for op in moved for r in op.results]
+    assert all(op.block is func.body for op in moved)
+    assert {str(ref.index) for op in moved for ref in op.weights if ref.index} == {"0"}
+    assert Validator().compare(before, module, exact()).error == 0.0

@@ -75,7 +75,11 @@ class CudaDevice(GpuDevice):
     ) -> Step:
         from ktgraph.triton_kernels import handover
 
-        return lambda: handover.post(sources, targets, box.arrived, box.request, REQUEST)
+        def step() -> None:
+            dense = [s.contiguous() for s in sources]  # pieces of a split are not, for many tokens
+            handover.post(dense, targets, box.arrived, box.request, REQUEST)
+
+        return step
 
     def receive(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], box: Mailbox

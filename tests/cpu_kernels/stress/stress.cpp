@@ -18,8 +18,8 @@ using namespace stress;
 namespace {
 
 constexpr int kThreads[] = {1, 2, 3, 5};  // the first is what the others are compared with
-constexpr const char* kLevels[] = {"amx_emulated", "avx2",        "avx2_vnni",
-                                   "avx512",       "avx512_vnni", "amx"};
+constexpr const char* kLevels[] = {"amx_emulated", "avx2",        "avx2_vnni", "avx512",
+                                   "avx512_vnni",  "avx512_bf16", "amx"};
 constexpr int kPoison = 0xFF;  // NaN in every float format, -1 as an id
 
 struct Level {

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hybrid_models import EXPERTS, OPTIONS, bind, follow, gqa_layers, greedy, make_hybrid, place
+from hybrid_models import (
+    DEFERRED,
+    EXPERTS,
+    OPTIONS,
+    bind,
+    follow,
+    gqa_layers,
+    greedy,
+    make_hybrid,
+    place,
+)
 from lowered_models import MODELS
 
 from ktgraph.runtime.gpu.cuda import CudaDevice
@@ -31,6 +41,14 @@ def test_quantized_experts(model: str, experts: str, quantize: str) -> None:
 def test_streamed_layers(layers: int) -> None:
     pair = make_hybrid(gqa_layers(layers), "streamed", device=CudaDevice())
     assert max(follow(pair, [9, 3], [1, 2, 1, 2])) <= LIMIT
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_deferred_experts(n: int) -> None:
+    """Batches of one to four: pieces of the router's choice are dense for one token only."""
+    device = CudaDevice()
+    pair = make_hybrid(gqa_layers(4), "cpu", device=device, pipeline=DEFERRED, defer=n)
+    assert max(follow(pair, [9, 3, 5, 2], [1, 1, 1, 3, 3, 3, 4, 4])) <= LIMIT
 
 
 @pytest.mark.parametrize("experts", ["resident", "cpu", "streamed"])
