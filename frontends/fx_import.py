@@ -30,6 +30,7 @@ from ktgraph.frontends.naming import (
     Names,
     path_stem,
     place_of,
+    source_line,
     source_stems,
     value_stem,
     weight_name,
@@ -198,7 +199,7 @@ class Importer:
         """An error that names the module path, its class and the source line of the node."""
         assert self.node is not None
         path, cls = self._module(self.node)
-        line = _source_line(self.node.meta.get("stack_trace") or "")
+        line = source_line(self.node.meta.get("stack_trace") or "")
         return UnsupportedModelError(
             f"{path or 'the model'} ({cls}){line}: {why}.\n"
             f"  node: {self.node.format_node()}\n"
@@ -458,12 +459,6 @@ def _stored(stored: torch.dtype | None, computed: torch.dtype) -> Encoding | Non
 def _some(operand: Operand) -> Any:
     assert operand is not None
     return operand
-
-
-def _source_line(stack_trace: str) -> str:
-    found = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
-    model_code = [f for f in found if not re.search(r"/torch/|/(ktgraph|frontends)/", f[0])]
-    return f", {model_code[-1][0]}:{model_code[-1][1]}" if model_code else ""
 
 
 def _show(dims: Dims) -> str:

@@ -76,7 +76,7 @@ def export_step(twin: Twin) -> Export:
         "positions": {0: db, 1: ds},
         "state": {0: db, 1: dt},
     }
-    with leaf_ops_in(twin.model, twin.buffers) as report, _quiet(), torch.no_grad():
+    with leaf_ops_in(twin.model, twin.buffers) as report, quiet(), torch.no_grad():
         try:
             program = torch.export.export(step, args, dynamic_shapes=shapes, strict=False)
         except UnsupportedModelError:
@@ -87,7 +87,7 @@ def export_step(twin: Twin) -> Export:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Export's warnings are about its own internals; errors still raise.  Its many long-lived
     objects make garbage collection a sixth of its time: paused."""
     loggers = [logging.getLogger(f"torch.{n}") for n in ("export", "fx.experimental")]

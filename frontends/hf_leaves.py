@@ -68,16 +68,30 @@ def leaf_ops_in(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[Lea
 
     Raises UnsupportedModelError when rope cannot be expressed by the leaf.
     """
+    with _patching(model) as (patches, report):
+        _patch_norms(model, patches, report)
+        _patch_rope(model, buffers, patches, report)
+        _mark_experts(model, patches, report)
+        yield report
+
+
+@contextmanager
+def moe_leaves_in(model: nn.Module) -> Iterator[LeafReport]:
+    """Patch linears, routers and experts only, to trace MoE blocks by themselves."""
+    with _patching(model) as (patches, report):
+        _mark_experts(model, patches, report)
+        yield report
+
+
+@contextmanager
+def _patching(model: nn.Module) -> Iterator[tuple[_Patches, LeafReport]]:
     with _lock:
         patches, report = _Patches(), LeafReport()
         try:
             _select_implementations(model, patches)
             _patch_linears(model, patches)
-            _patch_norms(model, patches, report)
-            _patch_rope(model, buffers, patches, report)
             _patch_routers(model, patches, report)
-            _mark_experts(model, patches, report)
-            yield report
+            yield patches, report
         finally:
             patches.restore()
 
@@ -150,10 +164,15 @@ def _select_implementations(model: nn.Module, patches: _Patches) -> None:
             patches.set(config, key, NAME)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds a layer's routed experts behind transformers' ExpertsInterface."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
 def _mark_experts(model: nn.Module, patches: _Patches, report: LeafReport) -> None:
     """Note the probed gate on every experts module, for `_experts` to read."""
     for path, module in model.named_modules():
-        if not hasattr(module, "is_transposed") or not hasattr(module, "_apply_gate"):
+        if not is_experts(module):
             continue
         gate = probes.probe_gate(module)
         if gate is None or getattr(module, "has_post_expert_norm", False):

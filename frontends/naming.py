@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from ktgraph.ir.graph import Value, WeightRef
 
@@ -23,7 +24,8 @@ _SHORTER = {
 }
 
 
-_NOT_MODEL_CODE = re.compile(r"/torch/|/(ktgraph|frontends)/|/transformers/(?!models/)")
+_OWN = re.escape(str(Path(__file__).parent))
+_NOT_MODEL_CODE = re.compile(rf"/torch/|{_OWN}/|/transformers/(?!models/)")
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ def family(name: str) -> tuple[str, int] | None:
 
 
 def path_stem(path: str) -> str:
-    """The last component of a module path, shortened."""
-    last = path.rsplit(".", 1)[-1]
+    """The last component of a module path, shortened; a number with what it numbers: mlp_0."""
+    parts = path.split(".")
+    last = "_".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+    last = f"m{last}" if last[:1].isdigit() else last
     return _SHORTER.get(last, re.sub(r"layernorm$", "norm", last)) or "x"
 
 
@@ -79,6 +83,13 @@ def source_stems(stack_trace: str) -> list[str]:
         return []
     names = [n.strip() for n in found.group(1).split(",")]
     return [_SHORTER.get(n, n) for n in names if n.isidentifier()]
+
+
+def source_line(stack_trace: str) -> str:
+    """``, file:line`` of the innermost line of the model's own code, "" when none is known."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    own = [f for f in found if not re.search(rf"/torch/|{_OWN}/", f[0])]
+    return f", {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def value_stem(base: Value | WeightRef) -> str:

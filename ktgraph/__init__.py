@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from ktgraph.api import compile, load, trace
     from ktgraph.errors import KtgraphError
     from ktgraph.ir import Module
+    from ktgraph.module_stages import CompiledModule, TracedModule
     from ktgraph.ops import kernel, no, op
+    from ktgraph.ops.bound_modules import bind_module
     from ktgraph.pass_api import CompileOptions, Pass, register_pass
+    from ktgraph.patching import Patched, patch, unpatch
+    from ktgraph.planner import plan
     from ktgraph.rewrite import Rule, RulePass
     from ktgraph.stages import Compiled, Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
@@ -19,14 +23,18 @@ if TYPE_CHECKING:
 __all__ = [
     "CompileOptions",
     "Compiled",
+    "CompiledModule",
     "KtgraphError",
     "Lowered",
     "Module",
     "Pass",
+    "Patched",
     "Rule",
     "RulePass",
     "Target",
     "Traced",
+    "TracedModule",
+    "bind_module",
     "compile",
     "cpu",
     "hybrid",
@@ -35,15 +43,22 @@ __all__ = [
     "load_target",
     "no",
     "op",
+    "patch",
+    "plan",
     "register_pass",
     "trace",
+    "unpatch",
 ]
 
 _HOMES = {
     "ktgraph.api": ("compile", "load", "trace"),
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
+    "ktgraph.module_stages": ("CompiledModule", "TracedModule"),
     "ktgraph.ops": ("kernel", "no", "op"),
+    "ktgraph.ops.bound_modules": ("bind_module",),
+    "ktgraph.patching": ("Patched", "patch", "unpatch"),
+    "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
     "ktgraph.stages": ("Compiled", "Lowered", "Traced"),

@@ -12,14 +12,17 @@ from functools import cached_property
 
 from ktgraph.cost import Call, OpCost, type_nbytes
 from ktgraph.errors import KtgraphError
-from ktgraph.ir.graph import Function, Module, Op, WeightRef
+from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import op_def
 from ktgraph.pass_api import CompileOptions
-from ktgraph.placement.graph import CPU
+from ktgraph.placement.graph import CPU, GPU_WORKSPACE, STREAM_BUFFERS
 from ktgraph.placement.lanes import (
     CROSSING,
+    DiskTier,
     FlatSchedule,
+    crossing,
+    is_stream,
     live_peaks,
     op_device,
     op_lane,
@@ -27,10 +30,11 @@ from ktgraph.placement.lanes import (
     predict,
 )
 from ktgraph.placement.report import aligned
-from ktgraph.placement.schedule import critical_path
+from ktgraph.placement.schedule import critical_path, waiting_chain
 from ktgraph.runtime.arena import max_q, phase_sizes
 from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.flat import FlatWeight, flatten
+from ktgraph.runtime.weight_views import VIEWS
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 
@@ -64,19 +68,40 @@ class DeviceTotal:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Seconds of a call that one thing takes: memory, compute or launch of a device, link, disk."""
+
+    kind: str
+    where: str  # a device; of a link "cpu -> cuda:0"; of the disk ""
+    seconds: float
+
+    def __str__(self) -> str:
+        kinds = {"memory": "memory bandwidth", "launch": "launches"}
+        return f"{self.where} {kinds.get(self.kind, self.kind)}".strip()
+
+
 class CallCost:
     """What one call costs; times are predictions from the target's figures."""
 
-    def __init__(self, module: Module, func: Function, target: Target, call: Call) -> None:
+    def __init__(
+        self,
+        module: Module,
+        func: Function,
+        target: Target,
+        call: Call,
+        tier: DiskTier | None = None,
+    ) -> None:
         self.module = module
         self.func = func
         self.target = target
         self.call = call
+        self.tier = tier
 
     @cached_property
     def predicted(self) -> FlatSchedule:
         """Every op of every layer on its lane."""
-        return predict(self.module, self.func, self.target, self.call)
+        return predict(self.module, self.func, self.target, self.call, self.tier)
 
     @cached_property
     def rows(self) -> list[OpRow]:
@@ -125,6 +150,23 @@ class CallCost:
         """Ops without a cost rule: their FLOPs are missing from every sum."""
         return sorted({r.op.name for r in self.rows if not r.cost.known})
 
+    @cached_property
+    def limits(self) -> list[Limit]:
+        """What the call's seconds go to, the largest share first; the shares add up to `seconds`.
+
+        Followed back from the last op: each time the op that was waited for, or that held the lane.
+        """
+        found: dict[tuple[str, str], float] = {}
+        steps, times = self.predicted.steps, self.predicted.times
+        for number in waiting_chain(self.predicted.schedule):
+            op = steps[number].op
+            for kind, seconds in times.parts(op).items():
+                where = crossing(self.module, op) if kind == "link" else op_device(self.module, op)
+                key = (kind, "" if kind == "disk" else where)
+                found[key] = found.get(key, 0.0) + seconds
+        rows = [Limit(kind, where, seconds) for (kind, where), seconds in found.items()]
+        return sorted(rows, key=lambda r: -r.seconds)
+
     @property
     def critical(self) -> list[str]:
         """Names of the values on the longest chain of ops that wait for each other."""
@@ -170,15 +212,16 @@ class CallCost:
     __str__ = table
 
     def _cells(self, row: OpRow) -> tuple[str, ...]:
-        crossing = row.op.name in CROSSING
+        crosses = row.op.name in CROSSING
         moved = self._moved(row)
-        bound = "link" if crossing else row.cost.bound(self.target, row.device, fallback=True)
+        parts = self.predicted.times.parts(row.op)
+        bound = max(reversed(parts), key=lambda kind: parts[kind]) if parts else "-"
         share = row.seconds * row.count / self.serial_seconds if self.serial_seconds else 0.0
         known = "" if row.cost.known else "?"
         return (
             ", ".join(f"%{r.name}" for r in row.op.results), row.op.name, str(row.count), row.lane,
             known or f"{row.cost.flops / 1e6:.4g}", f"{moved / 1e6:.4g}",
-            known or ("-" if crossing else f"{row.cost.intensity:.3g}"), bound,
+            known or ("-" if crosses else f"{row.cost.intensity:.3g}"), bound,
             f"{row.seconds * 1e6:.4g}", f"{share:.1%}",
         )  # fmt: skip
 
@@ -186,9 +229,10 @@ class CallCost:
 class CostAnalysis:
     """Costs of a module on a target, at any call."""
 
-    def __init__(self, module: Module, target: Target) -> None:
+    def __init__(self, module: Module, target: Target, tier: DiskTier | None = None) -> None:
         self.module = module
         self.target = target
+        self.tier = tier
 
     def at(
         self, T: int = 1, S: int | None = None, B: int = 1, phase: str | None = None
@@ -203,7 +247,7 @@ class CostAnalysis:
             raise AnalysisError(f"T={T}, S={rows}, B={B}: expected B >= 1, T >= B and S >= T")
         new, past = _shared(T, B), _shared(rows - T, B)
         func = self._function(phase, max(new))
-        return CallCost(self.module, func, self.target, Call(new, past))
+        return CallCost(self.module, func, self.target, Call(new, past), self.tier)
 
     def _function(self, phase: str | None, most: int) -> Function:
         functions = list(self.module.functions.values())
@@ -228,9 +272,12 @@ def _call_text(call: Call) -> str:
     return f"{call.tokens} new tokens of {len(call.new)} sequence(s), {call.rows} rows in the cache"
 
 
-def cost_analysis(module: Module, target: Target) -> CostAnalysis:
-    """Costs of a flat module; placed or not (then everything is priced on its home device)."""
-    return CostAnalysis(module, target)
+def cost_analysis(module: Module, target: Target, tier: DiskTier | None = None) -> CostAnalysis:
+    """Costs of a flat module; placed or not (then everything is priced on its home device).
+
+    tier: the share of routed experts that is read from disk; without it RAM holds all.
+    """
+    return CostAnalysis(module, target, tier)
 
 
 def cost_text(module: Module, target: Target, calls: Mapping[str, Call], home: str) -> str:
@@ -312,9 +359,23 @@ def _weight_terms(module: Module) -> list[MemoryTerm]:
     found: list[MemoryTerm] = []
     for name, held in members.items():
         kind = module.weights[name].type
+        if _is_view(module, name, members):
+            continue
         nbytes = type_nbytes(kind, module.dims) * len(held)
         found.append(MemoryTerm(kind.device or home, "weights", f"@{name} x {len(held)}", nbytes))
     return found
+
+
+def _is_view(module: Module, name: str, read: Mapping[str, object]) -> bool:
+    """Whether a GPU's weight is a view of another that it reads: halves of MLA's kv_b."""
+    weight = module.weights[name]
+    made, device = weight.recipe, weight.type.device or module.home or CPU
+    if device == CPU or made is None or made.kind not in VIEWS:
+        return False
+    (base,) = made.args
+    whole = module.weights[base.name].type
+    on_same = (whole.device or module.home) == device
+    return base.name in read and on_same and whole.encoding == weight.type.encoding
 
 
 def _cache_terms(module: Module, options: CompileOptions, rows: int) -> list[MemoryTerm]:
@@ -343,7 +404,7 @@ def _value_terms(module: Module, options: CompileOptions) -> list[MemoryTerm]:
             key = (term.device, term.kind)
             if key not in most or most[key].nbytes < term.nbytes:
                 most[key] = term
-    return list(most.values())
+    return [*most.values(), *_gpu_terms(module)]
 
 
 def _function_terms(module: Module, func: Function, options: CompileOptions) -> list[MemoryTerm]:
@@ -351,16 +412,30 @@ def _function_terms(module: Module, func: Function, options: CompileOptions) -> 
     peaks = live_peaks(module, flatten(module, func), sizes)
     found = [MemoryTerm(d, "activations", f"values of @{func.name}", n) for d, n in peaks.items()]
     for op in func.walk():
-        if op.name in CROSSING:
-            streamed = any(isinstance(o, WeightRef) for o in op.operands)
+        if op.name in CROSSING and not is_stream(op):
             nbytes = sum(type_nbytes(r.type, sizes) for r in op.results)
-            kind, device = ("workspace", op_device(module, op)) if streamed else ("pinned", CPU)
-            found.append(MemoryTerm(device, kind, f"%{op.results[0].name} of @{func.name}", nbytes))
-        elif op.body is None:
+            name = f"%{op.results[0].name} of @{func.name}"
+            found.append(MemoryTerm(CPU, "pinned", name, nbytes))
+        elif op.body is None and op_device(module, op) == CPU:
             nbytes = op_workspace(module, op, sizes)
             name = f"inside %{op.results[0].name} of @{func.name} (estimate)"
-            found.append(MemoryTerm(op_device(module, op), "workspace", name, nbytes))
+            found.append(MemoryTerm(CPU, "workspace", name, nbytes))
     return found
+
+
+def _gpu_terms(module: Module) -> list[MemoryTerm]:
+    """What a GPU at home keeps besides: scratch, and the buffers of streamed weights."""
+    home = module.home or CPU
+    if home == CPU:
+        return []
+    copies = [op for op in module.walk() if is_stream(op)]
+    layer = max((sum(type_nbytes(r.type, module.dims) for r in op.results) for op in copies),
+                default=0.0)  # fmt: skip
+    buffers = f"{STREAM_BUFFERS} buffers of a streamed layer"
+    return [
+        MemoryTerm(home, "workspace", "scratch of kernels, graphs and libraries", GPU_WORKSPACE),
+        MemoryTerm(home, "workspace", buffers, STREAM_BUFFERS * layer),
+    ]
 
 
 __all__ = [
@@ -368,6 +443,7 @@ __all__ = [
     "AnalysisError",
     "CallCost",
     "CostAnalysis",
+    "Limit",
     "MemoryAnalysis",
     "MemoryTerm",
     "cost_analysis",

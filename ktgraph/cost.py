@@ -79,6 +79,7 @@ class OpCost:
     weights: float  # bytes of the weights it reads, part of `read`
     known: bool  # False: the op has no cost rule
     cpu_dtype: str = ""  # what a CPU computes in, where that is another: int8 for integer weights
+    format: str = ""  # of its largest weight: the key of a CPU's `reads`
 
     @property
     def intensity(self) -> float:
@@ -93,11 +94,27 @@ class OpCost:
         A dtype for which the device has no peak raises TargetError; with `fallback` it is priced
         as f32, which every description has.
         """
+        return sum(self.parts(target, device, fallback=fallback).values())
+
+    def parts(
+        self, target: Target, device: str | None = None, *, fallback: bool = False
+    ) -> dict[str, float]:
+        """`seconds` by what they go to: memory or compute, the longer of both, and launch."""
         at = target.device(device or self.device)
         dtype = self._dtype_on(at, fallback)
         memory, compute = self._reach(at)
-        moved = (self.read + self.written) / (at.bandwidth_at() * memory)
-        return max(self.flops / (at.peak_for(dtype) * compute), moved) + self._launch(at)
+        moved = self._moved(at) / memory
+        worked = self.flops / (at.peak_for(dtype) * compute)
+        longer = ("compute", worked) if worked >= moved else ("memory", moved)
+        return dict([longer, ("launch", self._launch(at))])
+
+    def _moved(self, at: Device) -> float:
+        """Seconds to read and write; weights as fast as kernels unpack them, if that is known."""
+        everything = self.read + self.written
+        if self.format not in at.reads:
+            return everything / at.bandwidth_at()
+        weights = self.weights / at.reads[self.format]
+        return weights + (everything - self.weights) / at.bandwidth_at()
 
     def _dtype_on(self, at: Device, fallback: bool) -> str:
         """The key of the device's peak."""
@@ -115,14 +132,8 @@ class OpCost:
 
     def bound(self, target: Target, device: str | None = None, *, fallback: bool = False) -> str:
         """What limits it there: compute, memory or launch."""
-        at = target.device(device or self.device)
-        dtype = self._dtype_on(at, fallback)
-        memory_reach, compute_reach = self._reach(at)
-        compute = self.flops / (at.peak_for(dtype) * compute_reach)
-        moved = (self.read + self.written) / (at.bandwidth_at() * memory_reach)
-        if self._launch(at) >= max(compute, moved):
-            return "launch"
-        return "compute" if compute >= moved else "memory"
+        parts = self.parts(target, device, fallback=fallback)
+        return max(reversed(parts), key=lambda kind: parts[kind])
 
 
 def op_cost(
@@ -155,7 +166,7 @@ def op_cost(
     dtype = _compute_dtype(op)
     return OpCost(
         op, where, repeats, device, dtype, flops, read, written, min(weights, read), known,
-        _cpu_dtype(module, op, encodings or {}),
+        _cpu_dtype(module, op, encodings or {}), _format(module, op, encodings or {}),
     )  # fmt: skip
 
 
@@ -254,6 +265,19 @@ def _cpu_dtype(module: Module, op: Op, encodings: Encodings) -> str:
     return ""
 
 
+def _format(module: Module, op: Op, encodings: Encodings) -> str:
+    """The format that a CPU's tiles of the op's matrices have; the largest counts."""
+    found: list[tuple[int, str]] = []
+    for ref in op.weights if op.name in _PACKED else ():
+        type = module.weight_of(ref).type
+        planned = encodings.get(ref.name) or type.encoding
+        tile = Tile.of(planned)
+        name = tile.format if tile is not None else planned.name if planned else type.dtype
+        found.append((type.rank, name))
+    return max(found)[1] if found else ""
+
+
+_PACKED = ("nn.linear", "nn.swiglu", "nn.batched_linear", "moe.grouped_mlp", "moe.experts")
 _INTEGERS = ("int8", "int4", "int4p", "int4z", "mxfp4")
 
 

@@ -17,7 +17,15 @@ from rich.table import Table
 
 from ktgraph.bench.limits import Limits, Reader, measure_limits, read_buffer_size
 from ktgraph.bench.report import limit_tables
-from ktgraph.target import CpuInfo, Target, cache_file, host_target, probe_cpu, round_size
+from ktgraph.target import (
+    CpuInfo,
+    Target,
+    cache_file,
+    host_target,
+    probe_cpu,
+    provenance_text,
+    round_size,
+)
 from ktgraph.target.probe import ISA_FLAGS
 
 PACKAGES = ("ktgraph", "torch", "triton", "transformers", "numpy", "safetensors", "gguf", "onnx")
@@ -103,8 +111,7 @@ class DoctorReport:
         table.add_row("memory", f"{free}; ktgraph plans with {round_size(self.target.cpu.memory)}")
         gpus = [f"{g.name} {g.model}, {round_size(g.memory)}" for g in self.target.gpus]
         table.add_row("GPUs", "\n".join(gpus) or "none that torch can use")
-        about = self.target.provenance
-        table.add_row("figures", f"{about.origin} {about.date}, kept in {cache_file(cpu)}")
+        table.add_row("figures", f"{provenance_text(self.target)}; kept in {cache_file(cpu)}")
         return table
 
     def _bandwidth(self) -> Table:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ktgraph.ir.dims import Dim
+from ktgraph.ir.example import example_of
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.interp import Interpreter, Observer, WeightProvider
 from ktgraph.ir.types import BatchType, StateType, TensorType
@@ -205,10 +207,16 @@ def _page_tables(trace: Trace) -> tuple[dict[int, list[int]], int]:
 
 
 def _run_free(module: Module, interpreter: Interpreter, function: Function) -> list[torch.Tensor]:
-    """Run a function of plain tensors on seeded inputs, its syms bound to small odd sizes."""
+    """Run a function of plain tensors on seeded inputs, its syms bound to small odd sizes.
+
+    A function that records an example runs at its sizes, flat or not; results are rows [., last].
+    """
     rng = torch.Generator().manual_seed(0)
     names = sorted({n for a in function.args for n in _names(a.type)} - module.dims.keys())
     sizes = dict(zip(names, _FREE_SIZES, strict=False))
+    example = example_of(function)
+    if example:
+        sizes |= {**example, "T": prod(example.values())}
     inputs: list[torch.Tensor] = []
     for arg in function.args:
         if not isinstance(arg.type, TensorType) or len(names) > len(_FREE_SIZES):
@@ -216,7 +224,8 @@ def _run_free(module: Module, interpreter: Interpreter, function: Function) -> l
         shape = [d.at({**module.dims, **sizes}) for d in arg.type.dims]
         inputs.append(_free_input(module, arg.type, shape, rng))
     results = interpreter.run(function.name, inputs, sizes)
-    return [r for r in results if isinstance(r, torch.Tensor)]
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    return [r.reshape(-1, r.shape[-1]) if r.dim() > 1 else r for r in tensors]
 
 
 def _free_input(

@@ -18,7 +18,14 @@ from ktgraph.ir.types import StateType
 from ktgraph.ops.registry import Refusal, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.decide import Settings, phase_call
-from ktgraph.placement.lanes import CROSSING, OpTimes, crossing, op_device, source_device
+from ktgraph.placement.lanes import (
+    CROSSING,
+    OpTimes,
+    crossing,
+    is_stream,
+    op_device,
+    source_device,
+)
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import nbytes
@@ -181,16 +188,25 @@ class _Asking:
             f"{cost.intensity:.3g} FLOP per byte{known}"
         )
         here = op_device(self.module, op)
-        own = cost.seconds(self.target, here, fallback=True)
+        copies = [c for v in op.values if isinstance(c := v.producer, Op) and is_stream(c)]
+        copied = sum(times.seconds(c) for c in dict.fromkeys(copies))
+        own = cost.seconds(self.target, here, fallback=True) + copied
         for device in self.target.devices:
             dtype = cost.dtype if cost.dtype in device.peak else "f32"
             seconds = cost.seconds(self.target, device.name, fallback=True)
             bound = cost.bound(self.target, device.name, fallback=True)
-            mark = "chosen" if device.name == here else f"{(seconds - own) * 1e6:+.4g} µs"
+            is_here = device.name == here
+            mark = "chosen" if is_here else f"{(seconds - own) * 1e6:+.4g} µs"
             yield (
                 f"  {device.name}: {seconds * 1e6:.4g} µs, bound by {bound} "
                 f"(ridge {device.ridge(dtype):.3g} FLOP per byte), {mark}"
             )
+            if is_here and copies:
+                link = crossing(self.module, copies[0])
+                yield (
+                    f"    and {copied * 1e6:.4g} µs before it for its weights over {link}, in all "
+                    f"{own * 1e6:.4g} µs; behind the work of other layers as far as that lasts"
+                )
 
     def _written(self, place: _Place) -> Iterator[str]:
         """What `place` wrote about the op: runner-up, margin on the critical path, reason."""

@@ -217,6 +217,7 @@ class _Job:
         self.room = room  # most new tokens
         self.pending = list(continuation.prompt)
         self.seq: int | None = None
+        self.stays_open = False  # whether the sequence is kept when the job ends
         self._pieces = TextPieces(tokenizer, continuation.prompt) if tokenizer else None
         self._stops = StopFilter(endings.stop)
 
@@ -291,6 +292,24 @@ class Decoder:
         ]
         return generation, self._run(jobs, generation.timing)
 
+    def resume(
+        self, seq: int, prompt: Sequence[int], sampling: Sampling, endings: Endings
+    ) -> tuple[Generation, Generator[Event]]:
+        """`start` for one prompt on an open sequence, which stays open.
+
+        The rows that the sequence has must be those of the prompt's first tokens: only the others
+        are run.  Afterwards it has rows for the prompt and all new tokens but the last.
+        """
+        room = self._room(0, prompt, endings.max_new_tokens)
+        known = self.runner.length(seq)
+        if known >= len(prompt):
+            raise ValueError(f"sequence {seq} has {known} rows, the prompt {len(prompt)} tokens")
+        generation = Generation([Continuation(list(prompt))])
+        sampler = Sampler(sampling, self.limits.vocabulary, prompt)
+        job = _Job(0, generation.continuations[0], sampler, endings, self.tokenizer, room)
+        job.seq, job.stays_open, job.pending = seq, True, list(prompt[known:])
+        return generation, self._run([job], generation.timing)
+
     def _room(self, index: int, prompt: Sequence[int], wanted: int | None) -> int:
         """Most new tokens of a prompt.  The last one is never run, so it needs no cache row."""
         check_prompt(self.limits, index, prompt)
@@ -325,7 +344,8 @@ class Decoder:
                 return
             job = waiting.pop(0)
             active.append(job)
-            job.seq = self.runner.open()
+            if job.seq is None:
+                job.seq = self.runner.open()
 
     def _pages(self, job: _Job) -> int:
         return self.limits.pages(len(job.continuation.prompt) + job.room - 1)
@@ -356,7 +376,7 @@ class Decoder:
     def _release(self, jobs: list[_Job], active: list[_Job]) -> None:
         for job in jobs:
             active.remove(job)
-            if job.seq is not None:
+            if job.seq is not None and not job.stays_open:
                 self.runner.close(job.seq)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ktgraph.errors import UnsupportedInputError, path_of
+from ktgraph.packed_folder import plan_in
 from ktgraph.tokenizer import Tokenizer
 
-Model = nn.Module | str | Path
+if TYPE_CHECKING:
+    # slow: a start from packed weights does without
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Model: TypeAlias = "nn.Module | PreTrainedConfig | str | Path"
 
 SUPPORTED = (
     "give a checkpoint folder (config.json and *.safetensors) or a causal language model loaded "
@@ -25,13 +29,18 @@ _LATER = {".gguf": "GGUF files", ".onnx": "ONNX files"}
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What generation needs besides the graph.  `max_context`: positions the model was made for."""
+    """What generation needs besides the graph.
+
+    max_context: positions the model was made for.  sampling: fields of `Sampling` that its makers
+    advise (generation_config.json); chats begin with them.
+    """
 
     name: str
     max_context: int | None
     eos: tuple[int, ...]
     bos: int | None
     tokenizer: Tokenizer | None
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def need_tokenizer(self, wanted: str) -> Tokenizer:
         """The tokenizer; without one an error says that token ids work."""
@@ -50,6 +59,7 @@ class ModelCard:
             "max_context": self.max_context,
             "eos": list(self.eos),
             "bos": self.bos,
+            "sampling": dict(self.sampling),
             "tokenizer": None if tokenizer is None else tokenizer.to_json(),
         }
 
@@ -62,37 +72,52 @@ class ModelCard:
             max_context=data["max_context"],
             eos=tuple(data["eos"]),
             bos=data["bos"],
+            sampling=data.get("sampling", {}),
             tokenizer=None if files is None else Tokenizer.from_json(files),
         )
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that can be traced: a loaded one, or a checkpoint folder."""
+    """A model that can be traced: a loaded one, a checkpoint folder, or a config alone."""
 
-    model: PreTrainedModel | Path
+    model: PreTrainedModel | PreTrainedConfig | Path
     card: ModelCard
 
 
 def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
-    """Recognise what was given.
+    """Recognise what was given; a config, or the path of its file, can be traced but not run.
 
     `tokenizer` is a folder with a tokenizer.json; without it the model's own folder is searched.
     Raises UnsupportedInputError saying what is supported.
     """
     if tokenizer is not None:
         tokenizer = path_of("tokenizer", tokenizer)
-    if isinstance(model, PreTrainedModel):
-        return ModelInput(model, _card_of_model(model, tokenizer))
-    if isinstance(model, nn.Module):
-        raise UnsupportedInputError(
-            f"{type(model).__name__}: a torch module that is no transformers model is not "
-            f"supported yet; {SUPPORTED}"
-        )
-    if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
+    if not isinstance(model, (str, Path)):
+        return _of_object(model, tokenizer)
+    if Path(model).suffix == ".json" and not Path(model).is_dir():
+        path = Path(model)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        config = _read_config(path)
+        return ModelInput(config, _card_of_config(name, config))
     folder = _checkpoint_folder(Path(model))
     return ModelInput(folder, _card_of_folder(folder, tokenizer))
+
+
+def _of_object(model: nn.Module | PreTrainedConfig, tokenizer: str | Path | None) -> ModelInput:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return ModelInput(model, _card_of_model(model, tokenizer))
+    if isinstance(model, PreTrainedConfig):
+        name = Path(model.name_or_path or "").name or str(model.model_type)
+        return ModelInput(model, _card_of_config(name, model))
+    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UnsupportedInputError(
+            f"{type(model).__name__}: a torch module that is no transformers model is traced from "
+            f"the arguments of one call, as in kt.compile(module, example_inputs=(x,)); {SUPPORTED}"
+        )
+    raise UnsupportedInputError(f"a model of type {type(model).__name__}; {SUPPORTED}")
 
 
 def _checkpoint_folder(path: Path) -> Path:
@@ -103,11 +128,39 @@ def _checkpoint_folder(path: Path) -> Path:
         raise UnsupportedInputError(
             f"{path}: no such folder, and ktgraph downloads nothing; {SUPPORTED}"
         )
+    if plan_in(path) is not None:
+        raise UnsupportedInputError(
+            f"{path} holds packed weights: kt.load, `ktgraph run` and `ktgraph chat` start from "
+            "it; this needs the checkpoint that it was made from"
+        )
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")
     if not (path / "config.json").is_file():
         raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
     return path
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    """The config of a file; raises UnsupportedInputError when transformers reads none there."""
+    import transformers
+
+    if not path.is_file():
+        raise UnsupportedInputError(f"{path}: no such file; {SUPPORTED}")
+    _read_json(path)
+    try:
+        auto = cast("Any", transformers.AutoConfig)
+        return cast("PreTrainedConfig", auto.from_pretrained(str(path), local_files_only=True))
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:300] if lines else type(error).__name__
+        raise UnsupportedInputError(
+            f"{path}: transformers {transformers.__version__} cannot read it as a config: "
+            f"{reason}. Check `model_type`; a newer transformers may know it"
+        ) from error
+
+
+def _card_of_config(name: str, config: PreTrainedConfig) -> ModelCard:
+    return ModelCard(name, getattr(config, "max_position_embeddings", None), (), None, None)
 
 
 def _card_of_folder(folder: Path, tokenizer: str | Path | None) -> ModelCard:
@@ -144,7 +197,18 @@ def _card(
         eos=_ids(eos),
         bos=bos if bos is not None or found is None else found.bos_id,
         tokenizer=found,
+        sampling=_sampling(generation),
     )
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    if not generation.get("do_sample"):
+        return {}
+    given = {"temperature": 1.0, **generation}  # sampling without a temperature is at 1
+    return {name: given[name] for name in _SAMPLING if given.get(name) is not None}
 
 
 def _first(*values: Any) -> Any:

@@ -21,14 +21,26 @@ def _named(module: Module) -> bool | Refusal:
 
 
 def _flat(module: Module) -> bool | Refusal:
-    """Tokens lie on one ragged axis T: no [b, s] is left."""
+    """Tokens lie on one ragged axis T, or have fixed sizes: no [b, s] is left."""
     for func in module.functions.values():
+        takes_batch = any(isinstance(a.type, BatchType) for a in func.args)
+        how = "run flatten-tokens first"
+        if not takes_batch:
+            how += ', or fix-sizes with sizes in the attribute example = ["b=2", …] of the function'
         for value in func.args:
             names = {n for d in getattr(value.type, "dims", ()) for n in d.names}
             if names & {"b", "s", "t"}:
-                return no(
-                    f"%{value.name} of @{func.name} is {value.type}: run flatten-tokens first"
-                )
+                return no(f"%{value.name} of @{func.name} is {value.type}: {how}")
+    return True
+
+
+def _ragged(module: Module) -> bool | Refusal:
+    """The tokens of every causal language model lie on one axis; plain modules keep their axes."""
+    for func in module.functions.values():
+        for value in func.args:
+            names = {n for d in getattr(value.type, "dims", ()) for n in d.names}
+            if names & {"b", "s", "t"} and any(isinstance(a.type, BatchType) for a in func.args):
+                return no(f"%{value.name} of @{func.name} is {value.type}")
     return True
 
 
@@ -70,6 +82,7 @@ def _has_batch(module: Module) -> bool | Refusal:
 PROPERTIES: dict[str, Check] = {
     "named": _named,
     "flat": _flat,
+    "ragged": _ragged,
     "phased": _phased,
     "placed": _placed,
     "copied": _copied,

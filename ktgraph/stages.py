@@ -7,15 +7,16 @@ import json
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from ktgraph.analysis import CostAnalysis, MemoryAnalysis, cost_analysis, memory_analysis
+from ktgraph.chat import Chat
+from ktgraph.chat_template import chat_template
 from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError, is_whole, path_of
 from ktgraph.explain import explain as explain_op
@@ -28,13 +29,16 @@ from ktgraph.pass_api import CompileOptions, PassContext, option_fault
 from ktgraph.pass_manager import PassManager, PassReport
 from ktgraph.perplexity import Perplexity, perplexity
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
+from ktgraph.runtime.packed import packed_weights, packing_nbytes, use_nbytes
 from ktgraph.runtime.plan import Plan
-from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
+from ktgraph.runtime.planfile import PlanFileError, load_plan
+from ktgraph.runtime.planfile_write import save_plan, write_plan
 from ktgraph.runtime.runner import Runner, available_memory
 from ktgraph.sampling import Sampling
-from ktgraph.target import Target, resolve_target
+from ktgraph.target import Target, check_threads, most_threads, resolve_target, with_threads
 from ktgraph.timeline import lanes_html, write_chrome_trace
 from ktgraph.tokenizer import Tokenizer
+from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.policy import Policy
 from ktgraph.weights.sources import ModelSource, SafetensorsSource, WeightSource
 
@@ -124,17 +128,22 @@ class Traced:
         check_isa()
         if chosen.quantize is not None:
             Policy.parse(chosen.quantize)  # an unknown encoding shows before anything runs
-        context = PassContext(resolve_target(target), weight_source(self.given), chosen)
+        machine = with_threads(resolve_target(target), chosen.threads)
+        context = PassContext(machine, self.source(), chosen)
         module = self.ir.clone()
         report = PassManager().run(module, pipeline, context, validate=validate, dump=dump)
         return Lowered(module, report, context, self.given.card, pipeline)
 
+    def source(self) -> WeightSource | None:
+        """Where the weights are read from."""
+        return weight_source(self.given)
 
-def weight_source(given: ModelInput) -> WeightSource:
-    """Where the model's weights are read from."""
-    if isinstance(given.model, PreTrainedModel):
-        return ModelSource(given.model)
-    return SafetensorsSource(given.model)
+
+def weight_source(given: ModelInput) -> WeightSource | None:
+    """Where the model's weights are read from; a config has none."""
+    if isinstance(given.model, Path):
+        return SafetensorsSource(given.model)
+    return ModelSource(given.model) if isinstance(given.model, nn.Module) else None
 
 
 class Lowered:
@@ -219,26 +228,61 @@ class Lowered:
         shape = choose_cache(plan, self.context.options, available, self.threads)
         return memory_need(plan, shape, self.threads)
 
-    def compile(self) -> Compiled:
-        """Load and pack the weights, and make the graph ready to run.
+    def packing(self) -> tuple[int, int]:
+        """Bytes that `save` writes, and about the most memory that it takes meanwhile."""
+        uses = Plan.build(self.module).loaded()
+        return sum(map(use_nbytes, uses)), packing_nbytes(uses, self.threads)
 
-        Raises MemoryBudgetError before anything is loaded, and errors of the checkpoint.
-        Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
+    def save(self, path: str | Path) -> None:
+        """Pack the weights straight into a .ktplan, which `kt.load` starts from.
+
+        One weight after another is read, packed and written: the model need not fit into memory.
         """
         source, options = self.context.source, self.context.options
         assert source is not None
+        plan = Plan.build(self.module)
+        evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
+        write_plan(
+            path_of("path", path),
+            plan,
+            options,
+            packed_weights(plan.loaded(), evaluator, self.threads),
+            fingerprint=source.fingerprint(),
+            pipeline=self.pipeline,
+            target=self.target.to_toml(),
+            extras=_plan_extras(self.card, self.placement),
+        )
+
+    def compile(self) -> Compiled:
+        """Load and pack the weights, and make the graph ready to run.
+
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs,
+        and errors of the checkpoint.
+        Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
+        """
+        source, options = self.context.source, self.context.options
+        if source is None:
+            raise UnsupportedInputError(
+                f"{self.card.name} was traced from a config, which has no weights: it can be "
+                "planned, dumped and read, but not run; give a checkpoint folder or a loaded model"
+            )
+        check_threads(self.threads)
         if self.context.fallbacks:
-            warnings.warn(_fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
+            warnings.warn(fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)
         runner = Runner.load(self.module, source, options, threads=self.threads)
         made = Provenance(self.pipeline, options, self.target, source.fingerprint(), self.placement)
         return Compiled(runner, self.card, made, self.passes)
+
+
+def _plan_extras(card: ModelCard, placement: str) -> dict[str, str]:
+    return {_CARD: json.dumps(card.to_json()), _PLACEMENT: placement}
 
 
 class FallbackWarning(UserWarning):
     """Ops without a native kernel; the message names them, and why each kernel refused."""
 
 
-def _fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
+def fallback_text(fallbacks: Mapping[str, Mapping[str, str]]) -> str:
     shown = [
         f"{op} ({'; '.join(f'{kernel}: {why}' for kernel, why in refused.items()) or 'no kernel'})"
         for op, refused in sorted(fallbacks.items())
@@ -379,6 +423,28 @@ class Compiled:
         found = self._last.texts if prompts.is_text else self._last.ids
         return found[0] if prompts.is_single else found
 
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        template: str | Path | None = None,
+        max_new_tokens: int | None = None,
+        **sampling: Any,
+    ) -> Chat:
+        """A conversation that keeps its cache rows: ``chat.say("Hello")``, ``chat.stream(…)``.
+
+        system: what the model is told first.  template: None for the tokenizer's own, "plain", or a
+        Jinja file.  max_new_tokens: of one answer.  sampling: fields of `Sampling` over those of
+        the model's generation_config.json.
+        """
+        found = chat_template(self.card, template)
+        advised: dict[str, Any] = dict(self.card.sampling)
+        how = Sampling(**{**advised, **sampling})
+        return Chat(
+            self.runner, self.limits, self.card, found,
+            system=system, max_new_tokens=max_new_tokens, sampling=how,
+        )  # fmt: skip
+
     def perplexity(
         self, text: str | Ids, window: int = 1023, bos: int | Literal["auto"] | None = "auto"
     ) -> Perplexity:
@@ -446,13 +512,16 @@ class Compiled:
             fingerprint=self.made.fingerprint,
             pipeline=self.made.pipeline,
             target=self.made.target.to_toml(),
-            extras={_CARD: json.dumps(self.card.to_json()), _PLACEMENT: self.made.placement},
+            extras=_plan_extras(self.card, self.made.placement),
             packed=weights,
         )
 
     @staticmethod
-    def from_plan(path: str | Path, given: ModelInput | None) -> Compiled:
-        """What `kt.load` does; raises PlanFileError."""
+    def from_plan(path: str | Path, given: ModelInput | None, **changed: Any) -> Compiled:
+        """What `kt.load` does; `changed`: compile options that differ from when it was saved.
+
+        Raises PlanFileError.
+        """
         source = weight_source(given) if given is not None else None
         file = load_plan(path, source)
         target = Target.from_toml(file.target, path=f"{path}: target.toml")
@@ -464,8 +533,11 @@ class Compiled:
                 f"{path}: its model card or placement is damaged ({error!r}): compile the model "
                 "again and save it"
             ) from error
-        made = Provenance(file.pipeline, file.options, target, file.fingerprint, placement)
-        threads = file.options.threads or target.cpu_threads
+        saved = {k: v for k, v in asdict(file.options).items() if k != "dtype"}
+        options = compile_options(card, file.options.dtype, {**saved, **changed})
+        file = replace(file, options=options)
+        made = Provenance(file.pipeline, options, target, file.fingerprint, placement)
+        threads = _threads_here(path, options.threads or target.cpu_threads)
         return Compiled(file.runner(source, threads), card, made)
 
     def _prompts(self, given: Any) -> _Prompts:
@@ -485,6 +557,16 @@ class Compiled:
 
     def _encode(self, text: str) -> list[int]:
         return self.card.need_tokenizer("a text prompt").encode(text)
+
+
+def _threads_here(path: str | Path, threads: int) -> int:
+    """Of a plan made where there were more CPUs: as many as there are here, which is said."""
+    most = most_threads()
+    if threads > most:
+        warnings.warn(
+            f"{path}: made for {threads} threads, runs on the {most} there are", stacklevel=4
+        )
+    return min(threads, most)
 
 
 def _wrong_prompt(given: object) -> UnsupportedInputError:

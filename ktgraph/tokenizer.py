@@ -34,8 +34,8 @@ class Tokenizer:
             backend = RustTokenizer.from_file(str(path))
         except Exception as error:  # the binding raises bare Exception
             raise UnsupportedInputError(f"{path}: not a tokenizer file: {error}") from None
-        config = Path(folder) / "tokenizer_config.json"
-        return Tokenizer(backend, _read_json(config) if config.is_file() else {})
+        config = _read_json(Path(folder) / "tokenizer_config.json")
+        return Tokenizer(backend, {**config, **_template_file(Path(folder))})
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Tokenizer:
@@ -64,14 +64,34 @@ class Tokenizer:
     def _adds(self, flag: str, token: int | None) -> bool:
         return token is not None and bool(self.config.get(flag))
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja template of a conversation; of several the default one."""
+        found = self.config.get("chat_template")
+        if isinstance(found, list):
+            named = {e["name"]: e["template"] for e in cast("list[dict[str, str]]", found)}
+            return named.get("default")
+        return found if isinstance(found, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of bos_token, eos_token and the like, as chat templates name them."""
+        names = [k for k in self.config if k.endswith("_token") and not k.startswith("add_")]
+        found = {name: self._text_of(name) for name in names}
+        return {name: text for name, text in found.items() if text is not None}
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def _id_of(self, key: str) -> int | None:
+        name = self._text_of(key)
+        return None if name is None else self.backend.token_to_id(name)
+
+    def _text_of(self, key: str) -> str | None:
         entry = self.config.get(key)
         name = entry.get("content") if isinstance(entry, dict) else entry  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        return self.backend.token_to_id(name) if isinstance(name, str) else None
+        return name if isinstance(name, str) else None
 
 
 class TextPieces:
@@ -107,7 +127,17 @@ class TextPieces:
         return self._tokenizer.decode(self._ids)
 
 
+def _template_file(folder: Path) -> dict[str, Any]:
+    """A chat template in a file of its own, which goes before that of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return {"chat_template": path.read_text(encoding="utf-8")}
+    return _read_json(folder / "chat_template.json")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

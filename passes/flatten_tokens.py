@@ -8,7 +8,9 @@ Why: one graph then serves prefill, decode and mixed batches; lm_head never runs
 Before:  @main(%ids: i64[b, s], %batch: batch, …) -> (f32[b, s, VOC], …)
 After:   @main(%ids: i32[T], %batch: batch, …) -> (f32[O, VOC], …)
 
-A function with an op that is not computed token by token is left as it is, with the op named.
+A function with an op that is not computed token by token is left as it is, with the op named.  A
+function that takes no batch, of a plain module, has the leading axes that its arguments share as
+its tokens; it keeps every row of its results.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 
 _TRACED = frozenset({"b", "s", "t"})
 _SYMS = {"T": (1, 8192), "O": (1, 8192), "B": (1, 256)}
-_PAIR = (Dim.of("b"), Dim.of("s"))
+_PAIR = (Dim.of("b"), Dim.of("s"))  # the token axes of a causal LM
 _POINTWISE = frozenset(
     {"tensor.add", "tensor.add3", "tensor.mul", "tensor.scale", "tensor.cast", "nn.act"}
 )
@@ -41,29 +43,32 @@ class FlattenTokens(Pass):
     name: ClassVar[str] = "flatten-tokens"
     numerics: ClassVar[Numerics] = exact()
     requires: ClassVar[Sequence[str]] = ("named",)
-    ensures: ClassVar[Sequence[str]] = ("flat",)
+    ensures: ClassVar[Sequence[str]] = ("ragged",)
 
     def run(self, module: Module, ctx: PassContext) -> None:
-        traced = [f for f in module.functions.values() if _is_traced(f)]
-        for function in traced:
-            if not any(isinstance(a.type, BatchType) for a in function.args):
-                ctx.note(f"@{function.name} is no causal LM (it takes no batch): its axes stay")
-                return
         flat: list[Function] = []
+        traced = [f for f in module.functions.values() if _axes(module, f) is not None]
         for function in traced:
+            axes = _axes(module, function)
+            assert axes is not None
             try:
-                flat.append(_Flattener(module, function).run())
+                flat.append(_Flattener(module, function, axes).run())
             except NotPerTokenError as error:
                 ctx.refused(self.name, error.op, error.reason)
+                if not _takes_batch(function):
+                    ctx.note(f"@{function.name} keeps its own axes: {error.reason}")
                 return
         if not flat or not ctx.may_rewrite(self.name, traced[0].body.ops[0]):
             return
+        names = {n for f in traced if (axes := _axes(module, f)) is not None for n in axes.names}
         module.functions.update({f.name: f for f in flat})
-        for name in _TRACED:
+        for name in names:
             module.syms.pop(name, None)
-        module.syms.update({k: v for k, v in _SYMS.items() if k not in module.syms})
+        wanted = _SYMS if any(map(_takes_batch, flat)) else {"T": _SYMS["T"]}
+        module.syms.update({k: v for k, v in wanted.items() if k not in module.syms})
         for function in flat:
-            _gather_logits(module, function)
+            if _takes_batch(function):
+                _gather_logits(module, function)
 
 
 class NotPerTokenError(ValueError):
@@ -75,8 +80,45 @@ class NotPerTokenError(ValueError):
         self.reason = reason
 
 
-def _is_traced(function: Function) -> bool:
-    return any(_names(v.type) & _TRACED for v in function.values())
+@dataclass(frozen=True)
+class _Axes:
+    """The axes that tokens take in a function, and every name that must be gone afterwards."""
+
+    lead: tuple[Dim, ...]
+    names: frozenset[str]
+
+    def of(self, type: Type) -> int:
+        """How many: all for [b, s, …], 1 for [b*s, …], 0 without tokens."""
+        if not isinstance(type, TensorType):
+            return 0
+        if type.dims[: len(self.lead)] == self.lead:
+            return len(self.lead)
+        tokens = self.lead[0]
+        for dim in self.lead[1:]:
+            tokens = tokens * dim
+        return 1 if type.dims[:1] == (tokens,) else 0
+
+    def are_in(self, type: Type) -> bool:
+        return bool(_names(type) & self.names)
+
+
+def _axes(module: Module, function: Function) -> _Axes | None:
+    """The token axes of a traced function; None for one without, or that is flat already."""
+    if _takes_batch(function):
+        is_traced = any(_names(v.type) & _TRACED for v in function.values())
+        return _Axes(_PAIR, _TRACED) if is_traced else None
+    names = frozenset(module.syms) - _SYMS.keys()
+    kinds = [a.type for a in function.args if _names(a.type) & names]
+    lead: list[Dim] = []
+    for dims in zip(*(t.dims for t in kinds if isinstance(t, TensorType)), strict=False):
+        if len(set(dims)) > 1 or dims[0] not in map(Dim.of, names):
+            break
+        lead.append(dims[0])
+    return _Axes(tuple(lead), names) if lead else None
+
+
+def _takes_batch(function: Function) -> bool:
+    return any(isinstance(a.type, BatchType) for a in function.args)
 
 
 def _names(type: Type) -> frozenset[str]:
@@ -85,19 +127,13 @@ def _names(type: Type) -> frozenset[str]:
     return frozenset(n for d in type.dims for n in d.names)
 
 
-def _lead(type: TensorType) -> int:
-    """How many axes the tokens take: 2 for [b, s, …], 1 for [b*s, …], 0 without tokens."""
-    if type.dims[:2] == _PAIR:
-        return 2
-    return 1 if type.dims[:1] == (_PAIR[0] * _PAIR[1],) else 0
-
-
 class _Flattener:
     """Copies one function, op by op, onto the token axis."""
 
-    def __init__(self, module: Module, function: Function) -> None:
+    def __init__(self, module: Module, function: Function, axes: _Axes) -> None:
         self.module = module
         self.function = function
+        self.axes = axes
         self.values: dict[Value, Value] = {}
         self._special: dict[str, Callable[[Op, Block], None]] = {
             "tensor.reshape": self._reshape,
@@ -113,11 +149,18 @@ class _Flattener:
         copy = Function(self.function.name, attrs=dict(self.function.attrs))
         for arg in self.function.args:
             type = self._type(arg.type, self.function.body.ops[0], f"argument %{arg.name}")
-            if isinstance(type, TensorType) and type.dtype == "i64" and _lead_of(arg):
+            if isinstance(type, TensorType) and type.dtype == "i64" and self._are_ids(arg):
                 type = replace(type, dtype="i32")
             self.values[arg] = copy.body.add_arg(arg.name, type)
         self._block(self.function.body, copy.body)
         return copy
+
+    def _are_ids(self, arg: Value) -> bool:
+        """Whether an argument is read as ids alone: then i32 is enough."""
+        return self._lead_of(arg) > 0 and all(u.name == "nn.embedding" for u in arg.users)
+
+    def _lead_of(self, value: Value) -> int:
+        return self.axes.of(value.type)
 
     def _block(self, source: Block, target: Block) -> None:
         for op in source.ops:
@@ -125,10 +168,11 @@ class _Flattener:
         target.set_returns([self.values[v] for v in source.returns])
 
     def _type(self, type: Type, op: Op, what: str) -> Type:
-        if not isinstance(type, TensorType) or not _names(type) & _TRACED:
+        if not isinstance(type, TensorType) or not self.axes.are_in(type):
             return type
-        rest = type.dims[_lead(type) :]
-        if not _lead(type) or any(d.names & _TRACED for d in rest):
+        lead = self.axes.of(type)
+        rest = type.dims[lead:]
+        if not lead or any(d.names & self.axes.names for d in rest):
             raise NotPerTokenError(op, f"{what} is {type}: its tokens are not the leading axes")
         return type.with_dims("T", *rest)
 
@@ -138,7 +182,7 @@ class _Flattener:
         elif op.name in self._special:
             self._special[op.name](op, target)
         else:
-            _check_by_token(op)
+            _check_by_token(op, self.axes)
             self._copy(op, target, op.attrs)
 
     def _operands(self, op: Op) -> list[Operand]:
@@ -177,7 +221,9 @@ class _Flattener:
         flat = self._type(op.result.type, op, f"%{op.result.name}")
         given = op.operand(0)
         assert isinstance(flat, TensorType)
-        if isinstance(given, Value) and (_lead_of(given) > 0) != (_lead_of(op.result) > 0):
+        if isinstance(given, Value) and (self._lead_of(given) > 0) != (
+            self._lead_of(op.result) > 0
+        ):
             raise NotPerTokenError(op, "the reshape takes tokens into other axes")
         if isinstance(given, Value) and self.values[given].type == flat:
             self.values[op.result] = self.values[given]
@@ -186,7 +232,7 @@ class _Flattener:
 
     def _permute(self, op: Op, target: Block) -> None:
         order = [d.const() for d in _dims_attr(op, "order")]
-        lead = _lead_of(op.value(0)) if op.values else 0
+        lead = self._lead_of(op.value(0)) if op.values else 0
         if order[:lead] != list(range(lead)):
             raise NotPerTokenError(op, "the permute moves the token axes")
         shift = max(lead - 1, 0)
@@ -196,19 +242,15 @@ class _Flattener:
     def _expand(self, op: Op, target: Block) -> None:
         flat = self._type(op.result.type, op, f"%{op.result.name}")
         assert isinstance(flat, TensorType)
-        if _lead_of(op.value(0)) != _lead_of(op.result):
+        if self._lead_of(op.value(0)) != self._lead_of(op.result):
             raise NotPerTokenError(op, "the expand makes token axes")
         self._copy(op, target, {"shape": flat.dims})
 
     def _along_axis(self, op: Op, target: Block) -> None:
         rank, axis = op.result.tensor.rank, op.int_attr("axis", -1)
-        if axis % rank < _lead_of(op.result):
+        if axis % rank < self._lead_of(op.result):
             raise NotPerTokenError(op, f"{op.name} works along a token axis")
         self._copy(op, target, {**op.attrs, "axis": Dim.of(axis % rank - rank)})
-
-
-def _lead_of(value: Value) -> int:
-    return _lead(value.type) if isinstance(value.type, TensorType) else 0
 
 
 def _dims_attr(op: Op, key: str) -> list[Dim]:
@@ -216,7 +258,7 @@ def _dims_attr(op: Op, key: str) -> list[Dim]:
     return [d for d in found if isinstance(d, Dim)] if isinstance(found, tuple) else []
 
 
-def _check_by_token(op: Op) -> None:
+def _check_by_token(op: Op, axes: _Axes) -> None:
     """Raise when an op may mix tokens: an unknown one, or one whose own axes are tokens."""
     if op.name in _ALL_ROWS:
         raise NotPerTokenError(op, f"{op.name} gives every cached row: run canonicalize first")
@@ -227,8 +269,8 @@ def _check_by_token(op: Op) -> None:
         if not isinstance(operand, Value) or not isinstance(param.pattern, TensorPattern):
             continue
         own = [d for d in param.pattern.dims if not d.startswith("...")]
-        free = operand.tensor.rank - len(own)
-        if free < _lead_of(operand) or (_lead_of(operand) and len(own) == len(param.pattern.dims)):
+        free, lead = operand.tensor.rank - len(own), axes.of(operand.type)
+        if free < lead or (lead and len(own) == len(param.pattern.dims)):
             raise NotPerTokenError(op, f"{param.name} is {operand.type}: {op.name} mixes tokens")
 
 

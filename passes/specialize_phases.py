@@ -19,6 +19,7 @@ from ktgraph.ir.graph import Function, Module, attr
 from ktgraph.ir.types import BatchType
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
 from ktgraph.pass_options import PipelineError
+from ktgraph.passes.fix_sizes import TOKENS
 
 Phase = Literal["prefill", "decode"]
 
@@ -46,7 +47,8 @@ class SpecializePhases(Pass):
             if any(isinstance(a.type, BatchType) for a in func.args):
                 self._split(module, func, most)
             else:
-                func.attrs |= {"phase": "any", "max_q": attr(ctx.options.max_tokens)}
+                most_q = func.attrs.pop(TOKENS, attr(ctx.options.max_tokens))
+                func.attrs |= {"phase": "any", "max_q": most_q}
                 ctx.note(f"@{func.name} takes no batch: one phase")
 
     def _split(self, module: Module, func: Function, most: dict[Phase, int]) -> None:

@@ -102,7 +102,7 @@ def test_options_are_checked_before_anything_is_traced(tmp_path: Path) -> None:
         ("m.gguf", "m.gguf: GGUF files are not supported yet; "),
         ("m.onnx", "m.onnx: ONNX files are not supported yet; "),
         ("no/such", "no/such: no such folder, and ktgraph downloads nothing; "),
-        (nn.Linear(2, 2), "Linear: a torch module that is no transformers model is not "),
+        (nn.Linear(2, 2), "Linear: a torch module that is no transformers model is traced"),
     ],
 )
 def test_models_not_taken(model: str | nn.Module, message: str) -> None:

@@ -26,6 +26,7 @@ from ktgraph.frontends.hf_build import load_config
 from ktgraph.ir import parse_module
 from ktgraph.runtime import runner as runner_module
 from ktgraph.stages import FallbackWarning
+from ktgraph.target import most_threads
 from ktgraph.target.probe import MemoryInfo
 
 CONFIG: dict[str, Any] = {
@@ -268,6 +269,7 @@ def test_hybrid_without_a_gpu(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch
 def test_memory_too_small(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MemoryInfo(total=2**21, available=2**20, limit=None)
     monkeypatch.setattr(runner_module, "probe_memory", lambda: small)
+    monkeypatch.setattr("ktgraph.target.choose.most_threads", lambda: 16)
     lowered = traced.lower("cpu", threads=16)
     with pytest.raises(MemoryBudgetError):
         lowered.compile()
@@ -277,6 +279,16 @@ def test_memory_too_small(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) ->
     assert message.endswith(
         "Compile with a smaller max_tokens, context or max_batch, or fewer threads"
     )
+
+
+def test_more_threads_than_cpus(traced: kt.Traced) -> None:
+    most = most_threads()
+    for refused in (most + 1, 999):
+        message = shown(lambda threads=refused: traced.lower("cpu", threads=threads))
+        assert message.startswith(f"threads={refused}: this process may run on 1 to {most} CPUs")
+    elsewhere = traced.lower("rtx4090-24g+xeon", threads=16)  # planned for another machine
+    assert elsewhere.target.cpu_threads == 16
+    assert traced.lower("cpu", threads=1).target.cpu_threads == 1  # and priced so
 
 
 def test_no_native_extension(traced: kt.Traced, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
@@ -13,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktgraph import doctor as doctor_module
+from ktgraph.cost import Call, op_cost
+from ktgraph.ir import parse_module
 from ktgraph.target import (
     CpuInfo,
     Device,
+    Disk,
     Link,
     MemoryInfo,
     Provenance,
@@ -33,6 +39,7 @@ from ktgraph.target import (
     parse_size,
     probe_cpu,
     probe_memory,
+    provenance_text,
     resolve_target,
     shipped_targets,
 )
@@ -146,6 +153,54 @@ def test_hash_follows_figures_not_names() -> None:
     assert renamed.hash == MACHINE.hash
     assert MACHINE.with_device(replace(GPU, memory=1 << 30)).hash != MACHINE.hash
     assert replace(MACHINE, home="cpu").hash != MACHINE.hash
+
+
+def test_disk_and_reads_round_trip() -> None:
+    cpu = replace(CPU, reads={"int4p": 4.5e10, "bf16": 6e10})
+    target = replace(MACHINE, disk=Disk(7e9, 5e-5)).with_device(cpu)
+    again = Target.from_toml(target.to_toml())
+    assert (again.disk, again.cpu.reads) == (Disk(7e9, 5e-5), cpu.reads)
+    assert again == target
+    assert replace(target, disk=None).hash == target.hash  # placement does not read it
+    assert MACHINE.hash != target.hash
+    text = target.to_toml().replace("int4p = 45", "int4p = -45")
+    with pytest.raises(TargetError, match=r"'reads'.*bytes/s by weight format"):
+        Target.from_toml(text)
+
+
+def test_kernels_that_bind_before_memory_set_the_price() -> None:
+    """Weights at the kernels' rate, rows at memory's; formats without a figure at memory's."""
+    module = parse_module(
+        "ktgraph.ir 1\nmodule @m\nweight @w : bf16[64, 256]\n"
+        "func @main(%x: f32[1, 256]) -> (f32[1, 64]) {\n"
+        "  %y = nn.linear %x, @w : f32[1, 64]\n  return %y\n}\n"
+    )
+    (op,) = module.walk()
+    cost = op_cost(module, op, Call.decode(0), {})
+    rows, weights, reach = (256 + 64) * 4, 64 * 256 * 2, 0.95
+    assert (cost.weights, cost.read + cost.written) == (weights, rows + weights)
+    plain = Target("x", (replace(CPU, launch=0.0),), "cpu")
+    memory = CPU.bandwidth_at()
+    assert cost.seconds(plain) == pytest.approx((rows + weights) / memory / reach)
+    for reads, rate in (({"bf16": 1e10}, 1e10), ({"int8": 1e10}, memory)):
+        found = plain.with_device(replace(plain.cpu, reads=reads))
+        expected = (rows / memory + weights / rate) / reach
+        assert cost.seconds(found) == pytest.approx(expected)
+
+
+def test_figures_tell_their_age_and_how_to_renew_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(
+        MACHINE, provenance=Provenance("measured", "2020-01-01", platform.node(), "busy")
+    )
+    text = provenance_text(here)
+    assert re.match(r"measured 2020-01-01 \(\d{4} days ago\) on this machine \(busy\); renew", text)
+    assert text.endswith("ktgraph doctor --remeasure")
+    assert provenance_text(load_target("rtx4090-24g+xeon")).startswith("described 2026-11-29")
+    assert "remeasure" not in provenance_text(MACHINE)  # another host's
+    monkeypatch.setattr(os, "getloadavg", lambda: (64.0, 1.0, 1.0))
+    monkeypatch.setattr(measure, "measure_cpu", lambda info: CPU)
+    monkeypatch.setattr(host, "gpu_names", list)
+    assert "load 64.0 on" in provenance_text(host._measured(probe_cpu()))
 
 
 def test_bandwidth_between_points() -> None:
@@ -437,7 +492,7 @@ def test_hybrid_with_a_described_gpu(measured: list[int], tmp_path: Path) -> Non
 def test_without_gpu_one_error_names_the_ways_out(measured: list[int], word: str) -> None:
     with pytest.raises(TargetError) as caught:
         resolve_target(word)
-    for way in ('target="cpu"', "ktgraph dump MODEL --target", 'kt.hybrid(gpu="simulated")'):
+    for way in ('target="cpu"', "ktgraph plan MODEL --target", 'kt.hybrid(gpu="simulated")'):
         assert way in str(caught.value)
     assert not measured
 

@@ -18,6 +18,9 @@ from ktgraph.errors import user_message
 
 COMMANDS = (
     "run",
+    "chat",
+    "quantize",
+    "plan",
     "dump",
     "opt",
     "explain",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktgraph.packed_folder import check_restart, plan_in
+
 if TYPE_CHECKING:
-    from ktgraph.stages import Lowered
+    from ktgraph.stages import Compiled, Lowered
 
 _OPTIONS = (
     "quantize",
@@ -24,7 +27,9 @@ _OPTIONS = (
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is compiled."""
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a checkpoint folder, or one that ktgraph quantize wrote"
+    )
     parser.add_argument(
         "--target", default="auto", help="auto, cpu, cuda, hybrid, simulated, or a target file"
     )
@@ -51,6 +56,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write every pass's IR there")
     parser.add_argument("--validate", type=int, choices=(0, 1, 2), metavar="0|1|2")
+
+
+def open_model(args: argparse.Namespace) -> tuple[Compiled, Lowered | None]:
+    """Compile args.model, or start from packed weights; what it needs is said on stderr first."""
+    packed = plan_in(args.model)
+    if packed is not None:
+        return _start(packed, args), None
+    lowered = lower_model(args)
+    say(lowered.memory_need().summary())
+    return lowered.compile(), lowered
+
+
+def _start(packed: Path, args: argparse.Namespace) -> Compiled:
+    from ktgraph.api import load
+
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    more = {name: getattr(args, name) for name in ("gpu_memory", "dump", "validate", "tokenizer")}
+    for name, default in (("target", "auto"), ("dtype", "auto"), ("pipeline", "default")):
+        more[name] = None if getattr(args, name) == default else getattr(args, name)
+    changed = check_restart(packed, {**options, **more})
+    say(f"weights packed already: {packed}")
+    return load(packed, **changed)
+
+
+def say(text: str) -> None:
+    """What is not a command's result goes to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def lower_model(args: argparse.Namespace) -> Lowered:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktgraph.cli.model_arguments import add_model_arguments, lower_model
+from ktgraph.cli.model_arguments import add_model_arguments, open_model, say
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.pass_report import table_text
 
@@ -50,16 +50,15 @@ def main(args: argparse.Namespace) -> int:
         raise UnsupportedInputError("nothing to do: give a prompt, or --check FILE")
     entries = read_reference(args.check) if args.check is not None else []
     check_generation(args)
-    lowered = lower_model(args)
-    say(lowered.memory_need().summary())
-    exe = lowered.compile()
+    exe, lowered = open_model(args)
     status = 0
     if args.prompt is not None:
         status = generate(exe, args)
         say(str(exe.last.timing))
     if entries:
         status = max(status, check(exe, entries))
-    show_passes(lowered)
+    if lowered is not None:
+        show_passes(lowered)
     return status
 
 
@@ -105,11 +104,6 @@ def show_passes(lowered: Lowered) -> None:
     say(table_text(lowered.passes.records))
     if lowered.passes.folder is not None:
         say(f"dump: {lowered.passes.folder}")
-
-
-def say(text: str) -> None:
-    """What is not the generated text goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- comparison with a reference

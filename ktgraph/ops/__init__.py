@@ -1,6 +1,6 @@
 """The op table: importing this package declares every op (one file per family)."""
 
-from ktgraph.ops import attn, kv, logits, mla, moe, nn, tensor, xfer
+from ktgraph.ops import attn, kv, logits, mla, moe, nn, tensor, torch_call, xfer
 from ktgraph.ops.registry import (
     KernelDef,
     OpDef,
@@ -40,5 +40,6 @@ __all__ = [
     "op_def",
     "register_kernel",
     "tensor",
+    "torch_call",
     "xfer",
 ]

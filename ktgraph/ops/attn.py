@@ -1,8 +1,9 @@
-"""attn.*: causal attention of new tokens over their own sequence's cache rows."""
+"""attn.*: attention of new tokens over their own sequence's cache rows, and without a cache."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ktgraph.ops.registry import case, op
 from ktgraph.runtime.batch import Batch
@@ -48,7 +49,7 @@ def attend_sequence(
     flops=lambda d: 2.0 * d.attend * d.H * (d.A + d.V),
     reads=lambda d: d.nbytes(0) + 4.0 * d.S * d.G * (d.A + d.V),
     launches=2,
-    reach={"cuda": (0.6, 0.45)},
+    reach={"cuda": (0.6, 0.45), "cpu": (1.0, 0.3)},
     cases=[case(T=1, S=63, H=4, G=2, A=16, V=16), case(T=7, S=130, H=6, G=3, A=64, V=64)],
 )
 def sdpa(
@@ -119,3 +120,28 @@ def sdpa_rows(
         )
     joined = torch.cat(out)
     return joined.reshape(*q.shape[:-1], joined.shape[-1])
+
+
+@op(
+    "attn.attend(q: f[..., H, M, A], k: f[..., G, N, A], v: f[..., G, N, V],"
+    " mask: any[...m, M, N]?; scale: float, causal: bool = false) -> f[..., H, M, V]",
+    flops=lambda d: 2.0 * d.nbytes(0) / (4 * d.A) * d.N * (d.A + d.V),
+    cases=[case(T=1, H=4, G=2, M=5, N=9, A=16, V=8), case(T=1, H=3, G=3, M=7, N=7, A=8, V=8)],
+)
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention: M queries over N keys, heads before tokens, no cache.
+
+    mask: bool (False: not seen) or added to the scores.  causal: query m sees keys 0 to m.
+    """
+    grouped = q.shape[-3] != k.shape[-3]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )

@@ -96,7 +96,7 @@ def _operand(
     if param.name == "ids":
         return _ids(param.pattern, sizes, rng)
     shape = _shape(param.pattern, sizes)
-    wanted = dtype if param.pattern.dtype == "f" else torch_dtype(param.pattern.dtype)
+    wanted = dtype if param.pattern.dtype in ("f", "any") else torch_dtype(param.pattern.dtype)
     fan_in = shape[-1] if len(shape) > 1 and not param.pattern.dims[0].startswith("...") else 1
     return (torch.randn(shape, generator=rng) / fan_in**0.5).to(wanted)
 

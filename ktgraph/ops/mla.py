@@ -22,7 +22,7 @@ from ktgraph.runtime.state import State
     flops=lambda d: 2.0 * d.attend * d.H * (2 * d.R + d.P),
     reads=lambda d: d.nbytes(0) + d.nbytes(1) + 4.0 * d.S * (d.R + d.P),
     launches=2,
-    reach={"cuda": (0.5, 0.25)},
+    reach={"cuda": (0.5, 0.25), "cpu": (1.0, 0.8)},
     cases=[case(T=1, S=63, H=4, R=16, P=8), case(T=7, S=130, H=3, R=64, P=32)],
 )
 def attend(

@@ -25,7 +25,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 @op(
     "nn.linear(x: f[..., K], w: f[N, K], b: f[N]?) -> f[..., N]",
     flops=lambda d: 2.0 * d.tokens * d.N * d.K,
-    reach={"cuda": (0.6, 0.85)},
+    reach={"cuda": (0.6, 0.85), "cpu": (0.95, 1.0)},
     cases=[case(T=1, K=250, N=33), case(T=3, K=48, N=15), case(T=65, K=256, N=40)],
 )
 def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +36,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> t
 @op(
     "nn.batched_linear(x: f[..., H, K], w: f[H, N, K]) -> f[..., H, N]",
     flops=lambda d: 2.0 * d.tokens * d.H * d.N * d.K,
-    reach={"cuda": (0.5, 0.5)},
+    reach={"cuda": (0.5, 0.5), "cpu": (0.6, 1.0)},
     cases=[case(T=1, H=3, N=33, K=20), case(T=9, H=4, N=16, K=64)],
 )
 def batched_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,22 @@ def add_rms_norm(
     """(x + y, rms_norm(x + y))"""
     total = x + y
     return total, rms_norm(total, w, eps=eps, late_cast=late_cast)
+
+
+@op(
+    "nn.layer_norm(x: f[..., D], w: f[D]?, b: f[D]?; eps: float) -> f[..., D]",
+    flops=lambda d: 8.0 * d.tokens * d.D,
+    cases=[case(T=1, D=33), case(T=7, D=256)],
+)
+def layer_norm(
+    x: torch.Tensor,
+    w: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * w + b over the last axis (Ba et al., arXiv 1607.06450)."""
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
 def rope_tables(
@@ -174,7 +190,7 @@ def act(x: torch.Tensor, *, act: str) -> torch.Tensor:
     'nn.swiglu(x: f[..., D], w13: f[W, D], w2: f[D, M]; act: str = "silu") -> f[..., D]',
     flops=lambda d: 6.0 * d.tokens * d.M * d.D,
     launches=2,
-    reach={"cuda": (0.6, 0.85)},
+    reach={"cuda": (0.6, 0.85), "cpu": (0.95, 1.0)},
     cases=[case(T=1, D=48, M=33, W=66), case(T=9, D=64, M=40, W=80)],
 )
 def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, act: str) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Param:
 @dataclass(frozen=True)
 class AttrParam:
     name: str
-    kind: str  # int float bool str ints floats
+    kind: str  # int float bool str ints floats strs lists
     default: Attr | None = None  # None: required
 
 
@@ -168,6 +168,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "ints": (tuple,),
     "floats": (tuple,),
+    "strs": (tuple,),
+    "lists": (tuple,),  # of lists
 }
 
 

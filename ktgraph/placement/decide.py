@@ -15,6 +15,7 @@ from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.graph import (
     CPU,
     GPU_WORKSPACE,
+    ON_HOST,
     STREAM,
     STREAM_BUFFERS,
     Assign,
@@ -209,8 +210,11 @@ def _attempt(
     try:
         solution, pricer = solve(cells, machine, counts, budget, states)
     except NothingFitsError:
-        terms = [*base, *_all_weights(module, regions, machine.home)]
-        raise _no_room(machine.home, memory, terms, machine.is_hybrid) from None
+        everything = [*base, *_all_weights(module, regions, machine.home)]
+        stays = everything
+        if machine.is_hybrid:
+            stays = _least_terms(module, regions, machine, base, states, held)
+        raise no_room(machine.home, memory, everything, stays) from None
     runs = _runs(regions, cells, solution, pricer)
     decision = Decision(
         machine, settings, calls, counts, encodings, regions, runs, solution.state,
@@ -219,7 +223,7 @@ def _attempt(
     decision.terms = _terms(decision, base, stream)
     host = machine.target.device(CPU).memory if machine.is_hybrid else memory
     if machine.is_hybrid and decision.used(CPU) > host:
-        raise _no_room(CPU, host, decision.terms, True)
+        raise no_room(CPU, host, decision.terms, decision.terms)
     return decision
 
 
@@ -252,12 +256,22 @@ def _held_rules(
 
 
 def _fixed(held: Mapping[tuple[int, int, int | None], Rule], regions: Sequence[Region]) -> Fixed:
-    """Devices that rules set, for ops that do not follow the state."""
-    return {
+    """Devices that rules set, for ops that do not follow the state, and of ops of the host."""
+    fixed = {
         key: rule.device
         for key, rule in held.items()
         if rule.device is not None and not regions[key[0]].sites[key[1]].has_state
     }
+    for region in regions:
+        for site in (s for s in region.sites if s.op.name in ON_HOST):
+            for layer in region.layers:
+                key = (region.number, site.number, layer)
+                if fixed.setdefault(key, CPU) != CPU:
+                    raise RuleError(
+                        f"{held[key]} asks for {fixed[key]}, but {site.op.name} runs on the cpu, "
+                        f"where what it calls lives\n  in: {site.op}"
+                    )
+    return fixed
 
 
 def _states(
@@ -385,18 +399,47 @@ def _streams(runs: Mapping[int, Sequence[Run]]) -> bool:
     return any(STREAM in run.assign.values() for held in runs.values() for run in held)
 
 
-def _no_room(
-    device: str, memory: float, terms: Sequence[Term], is_hybrid: bool
+def _least_terms(
+    module: Module,
+    regions: Sequence[Region],
+    machine: Machine,
+    base: Sequence[Term],
+    states: Sequence[str],
+    held: Mapping[tuple[int, int, int | None], Rule],
+) -> list[Term]:
+    """What lies at home when all that may leave has left: rules keep weights, and the cache."""
+    kept = [t for t in base if t.kind != "kv" or CPU not in states]
+    sums: dict[str, float] = {}
+    counted: set[tuple[str, int | None]] = set()
+    for (region, number, layer), rule in held.items():
+        site = regions[region].sites[number]
+        for ref, nbytes in site.heavy_weights if rule.device == machine.home else ():
+            key = (ref.name, layer if ref.index is not None else None)
+            if key not in counted:
+                counted.add(key)
+                sums[ref.name] = sums.get(ref.name, 0.0) + nbytes
+    rules = "kept by a rule"
+    return [*kept, *(Term(machine.home, "weights", f"@{n}, {rules}", b) for n, b in sums.items())]
+
+
+def no_room(
+    device: str, memory: float, everything: Sequence[Term], least: Sequence[Term]
 ) -> MemoryBudgetError:
-    here = sorted((t for t in terms if t.device == device), key=lambda t: -t.nbytes)
-    total = sum(t.nbytes for t in here)
+    """What a device lacks: what all of it would take there, and the least that would do."""
+    total = sum(t.nbytes for t in everything if t.device == device)
+    here = sorted((t for t in least if t.device == device), key=lambda t: -t.nbytes)
+    needed = sum(t.nbytes for t in here)
     shown = "\n".join(f"  {round_size(t.nbytes):>10}  {t.kind:<11}  {t.name}" for t in here[:6])
-    other = "even with every matrix that may leave on the cpu, " if device != CPU else ""
-    how = other if is_hybrid else ""
+    whole = f"this needs {round_size(needed)} there"
+    if total > needed:
+        whole = (
+            f"with every matrix on the cpu that may leave it needs {round_size(needed)}, which is "
+            f"the least that does; everything there would take {round_size(total)}"
+        )
     return MemoryBudgetError(
-        f"the model does not fit: {how}{device} has {round_size(memory)}, this needs up to "
-        f"{round_size(total)}. The largest terms:\n{shown}\n"
-        'Compile with quantize="int4p(group=64)", or a smaller context, max_batch or max_tokens'
+        f"the model does not fit: {device} has {round_size(memory)}; {whole}. The largest terms:\n"
+        f'{shown}\nCompile with quantize="int4p(group=64)", or a smaller context, max_batch or '
+        "max_tokens"
     )
 
 
@@ -432,5 +475,6 @@ __all__ = [
     "cache_nbytes",
     "decide",
     "home_memory",
+    "no_room",
     "phase_call",
 ]

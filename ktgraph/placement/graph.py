@@ -14,6 +14,7 @@ from ktgraph.ir.graph import Block, Function, Module, Op, Value, WeightRef
 from ktgraph.ir.types import Encoding, StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.placement.schedule import Task
+from ktgraph.runtime.weight_views import VIEWS
 from ktgraph.target import Target
 
 CPU = "cpu"
@@ -21,8 +22,10 @@ CPU = "cpu"
 # ends there, the host waits, and starts the next one (two launches and a wait: docs/placement.md).
 HOST_TURN = 100e-6
 GPU_WORKSPACE = 1 << 30  # bytes kept free on a GPU for what kernels, graphs and libraries take
+EXPERTS = frozenset({"moe.grouped_mlp", "moe.experts"})  # ops over routed experts
 STREAM = "stream"  # runs at home, weights lie in host memory and cross the link for each call
 STREAM_BUFFERS = 2  # the next layer's copy runs behind this layer's work
+ON_HOST = frozenset({"torch.call"})  # ops that only the CPU runs: what they call lives there
 Assign = Mapping[int, str]  # site number -> a device, or STREAM
 
 
@@ -66,7 +69,7 @@ class Site:
 
     @property
     def is_experts(self) -> bool:
-        return self.op.name in ("moe.grouped_mlp", "moe.experts")
+        return self.op.name in EXPERTS
 
     @property
     def is_heavy(self) -> bool:
@@ -115,7 +118,8 @@ def regions_of(
     `encodings`: how weights will be stored, by name; `by_rule` comes first, for single ops ("keep":
     as they are).
     """
-    prices = _Encodings(module, encodings or {}, by_rule or {})
+    views = frozenset[str]() if machine.home == CPU else views_on_gpu(module)
+    prices = _Encodings(module, encodings or {}, by_rule or {}, views)
     found: list[Region] = []
     for func in module.functions.values():
         pending: list[tuple[Block, Op | None]] = [(func.body, None)]
@@ -128,11 +132,19 @@ def regions_of(
     return found
 
 
+def views_on_gpu(module: Module) -> frozenset[str]:
+    """Weights that a GPU reads out of others that it holds: the halves of MLA's kv_b."""
+    read = {ref.name for op in module.walk() for ref in op.weights}
+    made = [w for w in module.weights.values() if w.recipe is not None and w.recipe.kind in VIEWS]
+    return frozenset(w.name for w in made if w.recipe and w.recipe.args[0].name in read)
+
+
 @dataclass(frozen=True)
 class _Encodings:
     module: Module
     by_name: Encodings
     by_op: Mapping[Op, Encoding | str]
+    views: frozenset[str]  # weights that take no bytes of their own on the home device
 
     def of(self, op: Op) -> Encodings:
         """Encodings of an op's weights that will differ from what they are now."""
@@ -160,7 +172,7 @@ def _region(
     region = Region(0, func, block, repeat, layers, call, sizes=call.bindings(module))
     for number, op in enumerate(block.ops):
         found = prices.of(op)
-        region.sites.append(_site(module, machine, region, number, op, found))
+        region.sites.append(_site(module, machine, region, number, op, found, prices.views))
     return region
 
 
@@ -171,6 +183,7 @@ def _site(
     number: int,
     op: Op,
     encodings: Encodings | None,
+    views: frozenset[str],
 ) -> Site:
     if op.body is not None:
         nothing = OpCost(op, op.name, 1, machine.home, "f32", 0.0, 0.0, 0.0, 0.0, True)
@@ -184,7 +197,7 @@ def _site(
         for d in machine.devices
     }
     weights = [
-        (o, operand_nbytes(module, o, region.sizes, encodings))
+        (o, 0.0 if o.name in views else operand_nbytes(module, o, region.sizes, encodings))
         for o in op.operands
         if isinstance(o, WeightRef)
     ]
@@ -303,7 +316,9 @@ def _name(op: Op) -> str:
 
 __all__ = [
     "CPU",
+    "EXPERTS",
     "GPU_WORKSPACE",
+    "HOST_TURN",
     "STREAM",
     "STREAM_BUFFERS",
     "Assign",

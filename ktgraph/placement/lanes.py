@@ -9,10 +9,10 @@ from ktgraph.cost import Call, OpCost, op_cost, type_nbytes
 from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.types import BatchType, StateType, TensorType
 from ktgraph.ops.registry import op_def
-from ktgraph.placement.graph import CPU
+from ktgraph.placement.graph import CPU, EXPERTS, HOST_TURN, STREAM_BUFFERS
 from ktgraph.placement.schedule import Schedule, Task, in_order
 from ktgraph.runtime.flat import FlatFunction, FlatOp, flatten
-from ktgraph.target import Target
+from ktgraph.target import Disk, Target
 
 CROSSING = frozenset({"xfer.copy", "xfer.post", "xfer.await"})
 
@@ -51,14 +51,33 @@ def is_stream(op: Op) -> bool:
     return op.name == "xfer.copy" and bool(op.weights)
 
 
+@dataclass(frozen=True)
+class DiskTier:
+    """Routed experts that RAM does not hold: a share of the host's, read from disk at every use.
+
+    Experts are taken to be chosen evenly, so RAM serves the rest of what is touched.  A read
+    follows the router and nothing hides it.
+    """
+
+    disk: Disk
+    share: float  # of the bytes of routed experts that lie on the host
+
+    def seconds(self, nbytes: float) -> float:
+        """Time to read what is on disk of `nbytes` of experts."""
+        return self.disk.latency + self.share * nbytes / self.disk.bandwidth
+
+
 class OpTimes:
     """Costs and seconds of the ops of a module at one call, each op once."""
 
-    def __init__(self, module: Module, target: Target, call: Call) -> None:
+    def __init__(
+        self, module: Module, target: Target, call: Call, tier: DiskTier | None = None
+    ) -> None:
         self.module = module
         self.target = target
         self.sizes = call.bindings(module)
         self.call = call
+        self.tier = tier
         self._costs: dict[int, OpCost] = {}
 
     def cost(self, op: Op) -> OpCost:
@@ -69,14 +88,38 @@ class OpTimes:
 
     def seconds(self, op: Op) -> float:
         """Predicted seconds on its device; of a copy, on its link."""
+        return sum(self.parts(op).values())
+
+    def parts(self, op: Op) -> dict[str, float]:
+        """`seconds` by what they go to: memory, compute, launch, link or disk."""
         if op_def(op.name).is_view:
-            return 0.0
+            return {}
         device = op_device(self.module, op)
         if op.name in CROSSING:
-            src = source_device(self.module, op)
-            size = sum(type_nbytes(r.type, self.sizes) for r in op.results)
-            return 0.0 if src == device else self.target.link(src, device).seconds(size)
-        return self.cost(op).seconds(self.target, device, fallback=True)
+            parts = self._crossing(op, device)
+        else:
+            parts = self.cost(op).parts(self.target, device, fallback=True)
+            if self._has_host_turn(op, device):
+                parts["launch"] += HOST_TURN
+        if self.tier is not None and (read := self.host_experts(op)) > 0:
+            parts["disk"] = self.tier.seconds(read)
+        return parts
+
+    def _crossing(self, op: Op, device: str) -> dict[str, float]:
+        src = source_device(self.module, op)
+        size = sum(type_nbytes(r.type, self.sizes) for r in op.results)
+        return {} if src == device else {"link": self.target.link(src, device).seconds(size)}
+
+    def _has_host_turn(self, op: Op, device: str) -> bool:
+        """Whether the host stops the GPU's graph for it: no mailbox starts it."""
+        return device == CPU != (self.module.home or CPU) and op.name not in EXPERTS
+
+    def host_experts(self, op: Op) -> float:
+        """Bytes of routed experts in host memory that the op touches."""
+        if is_stream(op):
+            return sum(type_nbytes(r.type, self.sizes) for r in op.results)
+        on_host = op.name in EXPERTS and op_device(self.module, op) == CPU
+        return self.cost(op).weights if on_host else 0.0
 
 
 @dataclass(frozen=True)
@@ -92,30 +135,33 @@ class FlatSchedule:
         return self.flat.ops
 
 
-def predict(module: Module, func: Function, target: Target, call: Call) -> FlatSchedule:
+def predict(
+    module: Module, func: Function, target: Target, call: Call, tier: DiskTier | None = None
+) -> FlatSchedule:
     """Every op of every layer in program order, each lane in that order."""
     flat = flatten(module, func)
-    times = OpTimes(module, target, call)
+    times = OpTimes(module, target, call, tier)
     return FlatSchedule(flat, times, in_order(flat_tasks(module, flat, times)))
 
 
 def flat_tasks(module: Module, flat: FlatFunction, times: OpTimes) -> list[Task]:
     """A task for each op, behind its operands and the earlier readers of a state that it takes.
 
-    There is one buffer for streamed weights: a layer's cross once the layer before has used its.
+    Streamed weights have STREAM_BUFFERS buffers: a layer's cross once an earlier layer's are
+    done with.
     """
     made: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
-    streamed: set[str] = set()  # values in the one buffer of streamed weights
-    buffer_readers: list[int] = []
+    streamed: list[tuple[set[str], list[int]]] = []  # values of each copy, and their readers
     tasks: list[Task] = []
     for number, step in enumerate(flat.ops):
         after = [made[s.name] for s in step.slots if s.name in made]
         if is_stream(step.op):
-            after += buffer_readers
-            streamed, buffer_readers = {r.name for r in step.results}, []
-        elif any(s.name in streamed for s in step.slots):
-            buffer_readers.append(number)
+            after += streamed[-STREAM_BUFFERS][1] if len(streamed) >= STREAM_BUFFERS else []
+            streamed.append(({r.name for r in step.results}, []))
+        for values, users in streamed[-STREAM_BUFFERS:]:
+            if any(s.name in values for s in step.slots):
+                users.append(number)
         takes = any(isinstance(r.type, StateType) for r in step.results)
         for slot in step.slots:
             if isinstance(slot.type, StateType):
@@ -157,7 +203,7 @@ def live_peaks(module: Module, flat: FlatFunction, sizes: dict[str, int]) -> dic
 
 def op_workspace(module: Module, op: Op, sizes: Mapping[str, int]) -> float:
     """Bytes a kernel needs besides operands: hidden rows of experts, rebuilt keys and values."""
-    if op.name in ("moe.grouped_mlp", "moe.experts"):
+    if op.name in EXPERTS:
         ids = op.value(1).tensor
         rows = sum(_matrix_rows(module, op, n, sizes) for n in (3, 4))
         count = 1
@@ -179,6 +225,7 @@ def _matrix_rows(module: Module, op: Op, position: int, sizes: Mapping[str, int]
 
 __all__ = [
     "CROSSING",
+    "DiskTier",
     "FlatSchedule",
     "OpTimes",
     "crossing",

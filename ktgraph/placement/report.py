@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ktgraph.ir.graph import Op
 from ktgraph.placement.decide import Decision, Run, Term
-from ktgraph.placement.graph import CPU, STREAM, Region, Site
+from ktgraph.placement.graph import CPU, ON_HOST, STREAM, Region, Site
 from ktgraph.target.description import round_size
 
 _HEADS = (
@@ -129,6 +129,8 @@ def _why(
         return f"rule {rule.where}"
     if not other:
         return "the only device"
+    if site.op.name in ON_HOST:
+        return "only the cpu runs it"
     if site.has_state:
         return "follows the cache"
     home = decision.machine.home

@@ -128,6 +128,30 @@ def critical_path(tasks: Sequence[Task]) -> list[int]:
     return [int(n) for n in path[:-1]]
 
 
+def waiting_chain(schedule: Schedule) -> list[int]:
+    """From the task that ends last back to the start: each time what it waited for.
+
+    That is a task in `after`, or the one before it on its lane.  Their seconds add up to the
+    makespan.
+    """
+    tasks, starts = schedule.tasks, schedule.starts
+    before: dict[int, int] = {}  # of tasks that take time: the one before on the lane
+    last: dict[str, int] = {}
+    for number in schedule.order:
+        if tasks[number].seconds > 0:
+            if tasks[number].lane in last:
+                before[number] = last[tasks[number].lane]
+            last[tasks[number].lane] = number
+    chain: list[int] = []
+    number = max(range(len(tasks)), key=schedule.end, default=None)
+    while number is not None:
+        chain.append(number)
+        held = [*tasks[number].after, *([before[number]] if number in before else [])]
+        waited = [n for n in held if starts[number] > 0]
+        number = max(waited, key=schedule.end, default=None)
+    return chain[::-1]
+
+
 __all__ = [
     "Schedule",
     "Task",
@@ -136,4 +160,5 @@ __all__ = [
     "list_schedule",
     "tails",
     "task_graph",
+    "waiting_chain",
 ]

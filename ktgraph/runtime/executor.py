@@ -95,7 +95,7 @@ class Executor:
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if needs_native else None
         self._phases = {p.name: _BoundPhase(self, p) for p in plan.phases}
-        self._ports = {p.name: _Port(self, p) for p in plan.phases}
+        self._ports: dict[str, _Port] = {}  # of phases of a causal language model
         windows = (0, *(w for w, _ in shape.windows))
         self._batches = {w: _native_batch() for w in windows if needs_native}
 
@@ -108,13 +108,33 @@ class Executor:
 
         Raises ExecutionError when an op fails.
         """
+        if phase not in self._ports:
+            self._ports[phase] = _Port(self, self.plan.phase(phase))
         port = self._ports[phase]
         port.ids[: step.tokens] = ids
+        self._run_step(phase, step)
+        return logits_as_f32(port.logits[: step.rows])
+
+    def _run_step(self, phase: str, step: StepArrays) -> None:
         for window, batch in self._batches.items():
             step.give_to(batch, window)
         torch_batch = partial(step.as_batch, self.shape.page_size)
         self.run(phase, CallSizes(step.tokens, step.rows, self._batches, torch_batch))
-        return logits_as_f32(port.logits[: step.rows])
+
+    def call_tensors(
+        self, phase: str, inputs: Sequence[torch.Tensor], step: StepArrays
+    ) -> list[torch.Tensor]:
+        """Run one phase of a plain module on its arguments; results in memory of their own.
+
+        Raises ExecutionError when an op fails.
+        """
+        plan = self.plan.phase(phase)
+        for slot, value in zip(argument_slots(plan)[0], inputs, strict=True):
+            self.window(phase, slot, step.tokens, step.rows).copy_(value)
+        self._run_step(phase, step)
+        return [
+            self.window(phase, slot, step.tokens, step.rows).clone() for slot in plan.flat.returns
+        ]
 
     def close(self) -> None:
         """Nothing is held but memory and idle threads."""

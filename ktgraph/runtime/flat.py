@@ -202,7 +202,7 @@ class Layouts:
         return self.states[state.name]
 
     def _views_of(self, step: FlatOp) -> list[View] | None:
-        if not op_def(step.op.name).is_view:
+        if not op_def(step.op.name).is_view or not step.slots:  # of a weight it is a copy
             return None
         given = self.view(step.slots[0])
         rule = _RULES.get(step.op.name)

@@ -21,7 +21,8 @@ from ktgraph.ops.registry import (
     no,
     register_kernel,
 )
-from ktgraph.runtime.flat import View, dense_strides
+from ktgraph.runtime import kernels_torch as kernels_torch  # registers torch's own kernels
+from ktgraph.runtime.flat import View, dense_strides, product, reshaped_strides
 from ktgraph.runtime.operands import (
     BatchUse,
     OperandRef,
@@ -120,10 +121,49 @@ def _plain(inputs: str, outputs: int = 1, attrs: Sequence[str] = ()) -> Emitter:
     return emit
 
 
+def _by_rows(emit: Emitter) -> Emitter:
+    """Kernels of rows, for values of fixed sizes with other axes: [2, 5, D] is seen as [10, D]."""
+
+    def emit_rows(o: Operands) -> list[Call]:
+        return [(_as_rows(operands), attrs) for operands, attrs in emit(o)]
+
+    return emit_rows
+
+
+def _as_rows(operands: Sequence[OperandRef]) -> Sequence[OperandRef]:
+    """All of them as matrices, or none: where strides do not allow it the kernel refuses."""
+    seen = [_rows_of(r) if isinstance(r, TensorRef) else r for r in operands]
+    lost = any(r is None and given is not None for r, given in zip(seen, operands, strict=True))
+    return operands if lost else seen
+
+
+def _rows_of(ref: TensorRef) -> TensorRef | None:
+    *lead, last = ref.view.dims
+    if len(lead) == 1 or not all(d.is_const for d in ref.view.dims):
+        return ref
+    dims = (product(lead), last)
+    strides = reshaped_strides(ref.view, dims)
+    if strides is None:
+        return None
+    return replace(ref, view=replace(ref.view, dims=dims, strides=strides))
+
+
 def _input(o: Operands, letter: str, position: int) -> OperandRef:
     if letter == "w":
         return o.weight(position, "tile")
     return o.weight(position, "stored") if letter == "s" else o[position]
+
+
+def _embedding(o: Operands) -> list[Call]:
+    """Ids of fixed sizes and several axes are seen as one row of ids."""
+    ids, table, result = o[0], o.weight(1, "stored"), o.result(0)
+    assert isinstance(ids, TensorRef)
+    count = product(ids.view.dims)
+    strides = reshaped_strides(ids.view, (count,)) if count.is_const else None
+    if strides is not None:
+        ids = replace(ids, view=replace(ids.view, dims=(count,), strides=strides))
+        result = _as_rows([result])[0]
+    return [([ids, table, result], {})]
 
 
 def _rope_append(o: Operands) -> list[Call]:
@@ -199,7 +239,13 @@ def _same_shapes(op: Op, module: Module) -> bool | Refusal:
     return True if len(shapes) == 1 else no("it does not broadcast", op)
 
 
+def _of_values(op: Op, module: Module) -> bool | Refusal:
+    return True if not op.weights else no("it copies values, this is a weight", op)
+
+
 def _last_axis(op: Op, module: Module) -> bool | Refusal:
+    if op.weights:
+        return _of_values(op, module)
     axis = op.attrs.get("axis")
     last = op.results[0].tensor.rank - 1
     if axis is None or axis in (Dim.of(-1), Dim.of(last)):
@@ -220,11 +266,11 @@ _GATES = (*_PLAIN_GATES, "swiglu_clamped")
 _ACT = ("act", "alpha", "limit")
 
 _ROWS = (
-    _Row("nn.embedding", "cpu.embedding", _plain("xs"), nmse=0.0),
-    _Row("nn.rms_norm", "cpu.rms_norm", _plain("xx", attrs=["eps", "late_cast"])),
+    _Row("nn.embedding", "cpu.embedding", _embedding, nmse=0.0),
+    _Row("nn.rms_norm", "cpu.rms_norm", _by_rows(_plain("xx", attrs=["eps", "late_cast"]))),
     _Row("nn.add_rms_norm", "cpu.add_rms_norm", _plain("xxx", 2, ["eps", "late_cast"])),
-    _Row("nn.linear", "cpu.linear", _plain("xwx"), (1,)),
-    _Row("nn.linear", "cpu.linear_int8", _plain("xwx"), (1,), nmse=1e-3, rows="int8"),
+    _Row("nn.linear", "cpu.linear", _by_rows(_plain("xwx")), (1,)),
+    _Row("nn.linear", "cpu.linear_int8", _by_rows(_plain("xwx")), (1,), nmse=1e-3, rows="int8"),
     _Row("nn.batched_linear", "cpu.batched_linear", _plain("xw"), (1,)),
     _Row("nn.rope", "cpu.rope", _plain("xxxx", 2, ["style", "scale"])),
     _Row("nn.swiglu", "cpu.swiglu", _plain("xww", attrs=["act"]), (1, 2), _act(*_PLAIN_GATES)),
@@ -260,28 +306,28 @@ _ROWS = (
         (4,),
     ),
     _Row("attn.sdpa", "cpu.sdpa", _sdpa),
-    _Row("moe.route", "cpu.moe_route", _route, check=_one_bias),
+    _Row("moe.route", "cpu.moe_route", _by_rows(_route), check=_one_bias),
     _Row(
         "moe.grouped_mlp",
         "cpu.grouped_mlp",
-        _plain("xxxwwxx", attrs=_ACT),
+        _by_rows(_plain("xxxwwxx", attrs=_ACT)),
         (3, 4),
         _act(*_GATES),
     ),
     _Row(
         "moe.grouped_mlp",
         "cpu.grouped_mlp_int8",
-        _plain("xxxwwxx", attrs=_ACT),
+        _by_rows(_plain("xxxwwxx", attrs=_ACT)),
         (3, 4),
         _act(*_GATES),
         nmse=3e-3,
         rows="int8",
     ),
-    _Row("tensor.add", "cpu.add", _plain("xx"), check=_same_shapes, nmse=0.0),
+    _Row("tensor.add", "cpu.add", _by_rows(_plain("xx")), check=_same_shapes, nmse=0.0),
     _Row("tensor.add3", "cpu.add3", _plain("xxx"), check=_same_shapes, nmse=0.0),
     _Row("tensor.mul", "cpu.mul", _mul, nmse=0.0),
-    _Row("tensor.reshape", "cpu.copy", _copy, nmse=0.0),
-    _Row("tensor.cast", "cpu.copy", _copy, nmse=0.0),
+    _Row("tensor.reshape", "cpu.copy", _copy, check=_of_values, nmse=0.0),
+    _Row("tensor.cast", "cpu.copy", _copy, check=_of_values, nmse=0.0),
     _Row("tensor.concat", "cpu.copy", _concat, check=_last_axis, nmse=0.0),
     _Row("logits.gather", "cpu.gather_rows", _plain("xx"), nmse=0.0),
 )

@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ops.registry import all_ops, kernels_for, register_kernel
+from ktgraph.placement.graph import ON_HOST
 from ktgraph.runtime.kernels_cpu import REFERENCE
 
 # How values cross between the CPU and a GPU; the executor does these itself.
@@ -31,7 +32,9 @@ def register_all() -> None:
     """Register the launchers, and the fallback of every op of the table."""
     import_launchers()
     for name, definition in all_ops().items():
-        if name not in CROSSINGS and all(k.name != REFERENCE for k in kernels_for(name, "cuda")):
+        if name in CROSSINGS or name in ON_HOST:
+            continue
+        if all(k.name != REFERENCE for k in kernels_for(name, "cuda")):
             register_kernel(
                 name, REFERENCE, "cuda", launch=definition.reference, nmse=0.0, priority=-100,
                 fallback=True,

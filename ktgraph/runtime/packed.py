@@ -7,10 +7,11 @@ checkpoint never exists twice.  Tiles of several weights are made side by side.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -92,29 +93,46 @@ def load_weights(
 
     Raises WeightError or WeightSourceError naming a weight that the source does not have.
     """
-    total = sum(map(use_nbytes, uses))
-    with _progress(total) as advance:
-        there = {u.key for u in uses if u.device != "cpu"}
-        made = _load_all(uses, evaluator, threads, advance)
-        return LoadedWeights({k: t.to(gpu) if k in there else t for k, t in made})
+    made = packed_weights(uses, evaluator, threads)
+    return LoadedWeights({u.key: t.to(gpu) if u.device != "cpu" else t for u, t in made})
 
 
-def _load_all(
-    uses: Sequence[WeightUse], evaluator: WeightEvaluator, threads: int, advance: Advance
-) -> Iterator[tuple[str, torch.Tensor]]:
-    tiles = [u for u in uses if u.form == "tile"]
-    for use in uses:
-        if use.form != "tile":
-            yield use.key, _dense(use, evaluator)
-            advance(use.key, use_nbytes(use))
-    pool = ThreadPoolExecutor(max(1, min(threads, _WORKERS)))
-    pack = partial(_tiles, evaluator)
+def packed_weights(
+    uses: Sequence[WeightUse], evaluator: WeightEvaluator, threads: int = 1
+) -> Iterator[tuple[WeightUse, torch.Tensor]]:
+    """Each weight in order, evaluated and packed, the next few side by side, with a bar."""
+    workers = max(1, min(threads, _WORKERS))
+    pool = ThreadPoolExecutor(workers)
+    ahead: deque[tuple[WeightUse, Future[torch.Tensor]]] = deque()
+    waiting = iter(uses)
     try:
-        for use, packed in zip(tiles, pool.map(pack, tiles), strict=True):
-            yield use.key, packed
-            advance(use.key, packed.nbytes)
+        with _progress(sum(map(use_nbytes, uses))) as advance:
+            while True:
+                for use in islice(waiting, workers - len(ahead)):
+                    ahead.append((use, pool.submit(_made, evaluator, use)))
+                if not ahead:
+                    return
+                use, made = ahead.popleft()
+                yield use, made.result()
+                advance(use.key, use_nbytes(use))
     finally:
         pool.shutdown(cancel_futures=True)  # after an error, what has not begun is left
+
+
+def packing_nbytes(uses: Sequence[WeightUse], threads: int) -> int:
+    """About the most bytes that `packed_weights` holds at a time, when none is kept."""
+    workers = max(1, min(threads, _WORKERS))
+    largest = sorted((use_nbytes(u) + _matrix_nbytes(u) for u in uses), reverse=True)
+    return sum(largest[: workers + 1])
+
+
+def _matrix_nbytes(use: WeightUse) -> int:
+    """One matrix of a weight as float32: an expert is read and packed at a time."""
+    return prod(d.const() for d in use.type.dims[-2:]) * 4
+
+
+def _made(evaluator: WeightEvaluator, use: WeightUse) -> torch.Tensor:
+    return _tiles(evaluator, use) if use.form == "tile" else _dense(use, evaluator)
 
 
 def _tiles(evaluator: WeightEvaluator, use: WeightUse) -> torch.Tensor:
@@ -146,4 +164,4 @@ def _progress(total: int) -> Generator[Advance]:
         yield lambda name, nbytes: bar.advance(task, nbytes)
 
 
-__all__ = ["LoadedWeights", "load_weights", "use_nbytes"]
+__all__ = ["LoadedWeights", "load_weights", "packed_weights", "packing_nbytes", "use_nbytes"]

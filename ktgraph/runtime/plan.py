@@ -322,6 +322,11 @@ def argument_slots(phase: PhasePlan) -> tuple[list[Slot], list[int], list[int]]:
     return tensors, states, batches
 
 
+def takes_batch(phase: PhasePlan) -> bool:
+    """Whether a phase is a causal language model's, and not a plain module's."""
+    return any(isinstance(a.type, BatchType) for a in phase.flat.args)
+
+
 def ids_slot(phase: PhasePlan) -> Slot:
     """The token ids of a causal language model; raises PlanError for anything else."""
     tensors, states, batches = argument_slots(phase)
@@ -348,4 +353,5 @@ __all__ = [
     "kernel_of",
     "op_line",
     "plan_phase",
+    "takes_batch",
 ]

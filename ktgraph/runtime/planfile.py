@@ -11,17 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import platform
 import struct
 import zipfile
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from ktgraph.errors import KtgraphError
 from ktgraph.ir.graph import Module
 from ktgraph.ir.lexer import ParseError
 from ktgraph.ir.parser import parse_module
-from ktgraph.ir.printer import print_weight
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.pass_api import CompileOptions, option_fault
 from ktgraph.runtime.arena import PlanError
@@ -50,11 +48,9 @@ from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import WeightSource
 
 FORMAT = 1
-_Bytes = NDArray[np.uint8]
-_ALIGN = 64
-_PAD_ID = 0xD935  # the extra field by which archives are aligned
-_TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
-_PACKED = "packed.bin"
+ALIGN = 64
+TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
+PACKED = "packed.bin"
 
 
 class PlanFileError(KtgraphError, ValueError):
@@ -101,47 +97,7 @@ class PlanFile:
 _NO_WEIGHTS = "it was saved without packed weights: give the model they come from"
 
 
-# -- saving ---------------------------------------------------------------------------------------
-def save_plan(
-    path: str | Path,
-    runner: Runner,
-    options: CompileOptions,
-    *,
-    fingerprint: str,
-    pipeline: str = "",
-    target: str = "",
-    extras: Mapping[str, str] | None = None,
-    packed: bool = True,
-) -> None:
-    """Write a .ktplan, whole or not at all; raises PlanFileError when there is no such folder.
-
-    fingerprint: of the weights' source.  target: TOML.  extras: further texts by member name.
-    packed: also the packed weights; without them loading needs the model and packs again.
-    """
-    plan, weights = runner.plan, runner.executor.weights
-    places = _places(plan.loaded()) if packed else []
-    texts = {
-        "plan.ktir": str(plan.module),
-        "pipeline.txt": pipeline,
-        "options.json": _json(asdict(options)),
-        "target.toml": target,
-        "weights.json": _json(_describe_weights(plan, fingerprint, places, weights)),
-        "env.json": _json(environment(plan)),
-        **{_extra_name(k): v for k, v in (extras or {}).items()},
-    }
-    with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, text in texts.items():
-            archive.writestr(name, text)
-        if packed:
-            _write_packed(archive, weights, places)
-
-
-def _extra_name(name: str) -> str:
-    if name in (*_TEXTS, _PACKED):
-        raise PlanFileError(f"extra {name!r}: the name belongs to the file itself")
-    return name
-
-
+# -- where packed weights lie ----------------------------------------------------------------------
 # Larger packed bytes are checked in samples: to read all of them would take minutes, while a start
 # reads only what it needs.  Samples find what happens to large files: a download that stopped or
 # left holes, a file pieced together from two, a weight that was written over.
@@ -150,7 +106,7 @@ _SAMPLE, _STRIDE = 4096, 4 << 20  # bytes of a sample, and from one to the next 
 
 
 @dataclass(frozen=True)
-class _Place:
+class PackedPlace:
     """Where a weight's bytes lie in packed.bin."""
 
     key: str
@@ -159,74 +115,28 @@ class _Place:
     nbytes: int
 
 
-def _places(uses: Sequence[WeightUse]) -> list[_Place]:
-    places: list[_Place] = []
+def packed_places(uses: Sequence[WeightUse]) -> list[PackedPlace]:
+    places: list[PackedPlace] = []
     at = 0
     for use in uses:
         nbytes = use_nbytes(use)
-        places.append(_Place(use.key, str(use.type), at, nbytes))
-        at += -(-nbytes // _ALIGN) * _ALIGN
+        places.append(PackedPlace(use.key, str(use.type), at, nbytes))
+        at += -(-nbytes // ALIGN) * ALIGN
     return places
 
 
-def _describe_weights(
-    plan: Plan, fingerprint: str, places: Sequence[_Place], weights: LoadedWeights
-) -> dict[str, object]:
-    declared = [print_weight(w) for w in plan.module.weights.values()]
-    return {
-        "fingerprint": fingerprint,
-        "weights": declared,
-        "packed": [asdict(p) for p in places],
-        "samples": _samples(_bytes_of(weights, p) for p in places),
-    }
+class Samples:
+    """A digest of the bytes at the start, every `_STRIDE` and the end of each weight."""
 
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
 
-def _bytes_of(weights: LoadedWeights, place: _Place) -> _Bytes:
-    return weights.tensors[place.key].reshape(-1).view(torch.uint8).cpu().numpy()
+    def add(self, part: NDArray[np.uint8]) -> None:
+        for start in [*range(0, part.size, _STRIDE), max(0, part.size - _SAMPLE)]:
+            self._digest.update(part[start : start + _SAMPLE].data)
 
-
-def _samples(parts: Iterable[_Bytes]) -> str:
-    """A digest of the bytes at the start, every `_STRIDE` and the end of each part."""
-    digest = hashlib.sha256()
-    for part in parts:
-        starts = [*range(0, part.size, _STRIDE), max(0, part.size - _SAMPLE)]
-        for start in starts:
-            digest.update(part[start : start + _SAMPLE].data)
-    return digest.hexdigest()
-
-
-def _write_packed(
-    archive: zipfile.ZipFile, weights: LoadedWeights, places: Sequence[_Place]
-) -> None:
-    info = zipfile.ZipInfo(_PACKED)
-    assert archive.fp is not None
-    head = archive.fp.tell() + 30 + len(_PACKED) + 20  # with the 64-bit size field
-    pad = -(head + 4) % _ALIGN
-    info.extra = struct.pack("<HH", _PAD_ID, pad) + bytes(pad)
-    with archive.open(info, "w", force_zip64=True) as file:
-        for place in places:
-            file.write(_bytes_of(weights, place).data)
-            file.write(bytes(-place.nbytes % _ALIGN))
-
-
-@contextmanager
-def _replacing(path: Path) -> Generator[IO[bytes]]:
-    """A file that takes the place of `path` when all is written."""
-    if path.is_dir():
-        raise PlanFileError(f"{path} is a folder: give the name of a file in it")
-    if not path.parent.is_dir():
-        raise PlanFileError(f"{path}: there is no folder {path.parent}: make it first")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            yield file
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1)
+    def __str__(self) -> str:
+        return self._digest.hexdigest()
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -286,7 +196,7 @@ def load_plan(
     if path.is_dir():
         raise PlanFileError(f"{path} is a folder, not a .ktplan: kt.compile takes a model's folder")
     with _reading(path) as archive:
-        texts = {i.filename: _text(archive, i) for i in archive.infolist() if i.filename != _PACKED}
+        texts = {i.filename: _text(archive, i) for i in archive.infolist() if i.filename != PACKED}
         _require_members(path, texts)
         env = cast("dict[str, str]", _object(path, texts, "env.json"))
         _refuse(path, _format_reasons(env))
@@ -307,7 +217,7 @@ def load_plan(
         texts["pipeline.txt"],
         texts["target.toml"],
         str(described.get("fingerprint")),
-        {k: v for k, v in texts.items() if k not in _TEXTS},
+        {k: v for k, v in texts.items() if k not in TEXTS},
         weights,
     )
 
@@ -336,7 +246,7 @@ def _text(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
 
 
 def _require_members(path: Path, texts: Mapping[str, str]) -> None:
-    missing = [name for name in _TEXTS if name not in texts]
+    missing = [name for name in TEXTS if name not in texts]
     if missing:
         raise _damaged(path, f"it lacks {', '.join(missing)}")
 
@@ -373,7 +283,10 @@ def _plan(path: Path, texts: Mapping[str, str]) -> Plan:
 def _refuse(path: Path, reasons: Sequence[str]) -> None:
     if reasons:
         shown = "\n".join(f"  - {r}" for r in reasons)
-        raise PlanFileError(f"{path} does not fit:\n{shown}\nCompile the model again and save it")
+        raise PlanFileError(
+            f"{path} does not fit:\n{shown}\nCompile the model again and save it; a folder: "
+            f"ktgraph quantize MODEL -o {path.parent} --overwrite"
+        )
 
 
 def _format_reasons(env: Mapping[str, str]) -> list[str]:
@@ -406,30 +319,32 @@ def _weight_reasons(described: Mapping[str, Any], source: WeightSource | None) -
 def _map_packed(
     path: Path, archive: zipfile.ZipFile, plan: Plan, described: Mapping[str, Any]
 ) -> LoadedWeights | None:
-    if _PACKED not in archive.namelist():
+    if PACKED not in archive.namelist():
         return None
     try:
-        places = {p["key"]: _Place(**p) for p in described["packed"]}
+        places = {p["key"]: PackedPlace(**p) for p in described["packed"]}
     except (KeyError, TypeError) as error:
         raise _damaged(path, f"weights.json: {error!r}") from error
     # where a weight lies follows from the plan: what the file says must be the same
-    for planned in _places(plan.loaded()):
+    for planned in packed_places(plan.loaded()):
         if places.get(planned.key) != planned:
             raise _damaged(path, f"weights.json does not hold @{planned.key} as {planned.type}")
-    info = archive.getinfo(_PACKED)
+    info = archive.getinfo(PACKED)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise _damaged(path, f"{_PACKED} is compressed: it cannot be mapped")
+        raise _damaged(path, f"{PACKED} is compressed: it cannot be mapped")
     start = _data_offset(path, info)
-    if start % _ALIGN or start + info.file_size > path.stat().st_size:
-        raise _damaged(path, f"{_PACKED} is not where it should be")
+    if start % ALIGN or start + info.file_size > path.stat().st_size:
+        raise _damaged(path, f"{PACKED} is not where it should be")
     mapped = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
     if info.file_size <= _MOST_CHECKED:
         is_whole = zlib.crc32(mapped.data) == info.CRC
     else:
-        parts = (mapped[p.offset : p.offset + p.nbytes] for p in _places(plan.loaded()))
-        is_whole = _samples(parts) == described.get("samples")
+        samples = Samples()
+        for place in packed_places(plan.loaded()):
+            samples.add(mapped[place.offset : place.offset + place.nbytes])
+        is_whole = str(samples) == described.get("samples")
     if not is_whole:
-        raise _damaged(path, f"the bytes of {_PACKED} have changed")
+        raise _damaged(path, f"the bytes of {PACKED} have changed")
     _read_ahead(mapped)
     whole = torch.as_tensor(mapped)
     tensors = {u.key: _mapped(path, whole, u, places) for u in plan.loaded()}
@@ -441,7 +356,7 @@ def _data_offset(path: Path, info: zipfile.ZipInfo) -> int:
         file.seek(info.header_offset)
         head = file.read(30)
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        raise _damaged(path, f"{_PACKED} has no header")
+        raise _damaged(path, f"{PACKED} has no header")
     names, extra = struct.unpack("<HH", head[26:30])
     return info.header_offset + 30 + int(names) + int(extra)
 
@@ -453,15 +368,15 @@ def _read_ahead(mapped: np.memmap[Any, Any]) -> None:
 
 
 def _mapped(
-    path: Path, whole: torch.Tensor, use: WeightUse, places: Mapping[str, _Place]
+    path: Path, whole: torch.Tensor, use: WeightUse, places: Mapping[str, PackedPlace]
 ) -> torch.Tensor:
     place = places.get(use.key)
     if place is None or place.type != str(use.type):
         raise _damaged(path, f"weights.json does not hold @{use.key} as {use.type}")
-    if place.offset % _ALIGN or place.nbytes != use_nbytes(use):
+    if place.offset % ALIGN or place.nbytes != use_nbytes(use):
         raise _damaged(path, f"@{use.key} has {place.nbytes} bytes at {place.offset}")
     if place.offset + place.nbytes > whole.numel():
-        raise _damaged(path, f"@{use.key} lies beyond the end of {_PACKED}")
+        raise _damaged(path, f"@{use.key} lies beyond the end of {PACKED}")
     data = whole[place.offset : place.offset + place.nbytes]
     if use.form == "tile":
         return data
@@ -469,4 +384,4 @@ def _mapped(
     return data.view(torch_dtype(dense_dtype(use))).reshape(shape)
 
 
-__all__ = ["FORMAT", "PlanFile", "PlanFileError", "environment", "load_plan", "save_plan"]
+__all__ = ["FORMAT", "PlanFile", "PlanFileError", "environment", "load_plan"]

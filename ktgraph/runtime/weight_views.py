@@ -17,7 +17,7 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.weights.recipes import recipe_def
 
-_VIEWS = frozenset({"mla_key_half", "mla_value_half"})
+VIEWS = frozenset({"mla_key_half", "mla_value_half"})  # recipes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def weight_views(module: Module, uses: Sequence[WeightUse]) -> dict[str, WeightV
     for use in dense.values():
         weight = module.weight_of(use.ref)
         made = weight.recipe
-        if made is None or made.kind not in _VIEWS:
+        if made is None or made.kind not in VIEWS:
             continue
         (argument,) = made.args
         bound = {} if use.index is None else {weight.var: use.index}
@@ -53,4 +53,4 @@ def weight_views(module: Module, uses: Sequence[WeightUse]) -> dict[str, WeightV
     return found
 
 
-__all__ = ["WeightView", "weight_views"]
+__all__ = ["VIEWS", "WeightView", "weight_views"]

@@ -14,7 +14,7 @@ from ktgraph.target.description import (
     parse_size,
     round_size,
 )
-from ktgraph.target.host import gpu_names, host_target
+from ktgraph.target.host import gpu_names, host_target, is_this_machine
 from ktgraph.target.probe import probe_cpu
 
 SHIPPED = Path(__file__).resolve().parent.parent / "targets"
@@ -64,6 +64,7 @@ def hybrid(
         provenance=host.provenance
         if gpu == "auto"
         else replace(host.provenance, note=f"{device.name} and its links: target {other.name}"),
+        disk=host.disk,
     )
 
 
@@ -129,13 +130,45 @@ def with_gpu_memory(target: Target, memory: str | int | None) -> Target:
     return target.with_device(_with_memory(gpu, memory, real=gpu.kind == "cuda"))
 
 
+def with_threads(target: Target, threads: int | None) -> Target:
+    """The target with so many worker threads, which are what its CPU is priced with.
+
+    Raises TargetError for more than this machine has, where the target is this machine.
+    """
+    cpus = [d for d in target.devices if d.kind == "cpu"]
+    if threads is None or not cpus:
+        return target
+    if is_this_machine(target):
+        check_threads(threads)
+    return target.with_device(_on_threads(cpus[0], threads))
+
+
+def check_threads(threads: int) -> None:
+    """Raises TargetError when the CPUs of this process are fewer: threads would wait in turn."""
+    most = most_threads()
+    if not 1 <= threads <= most:
+        raise TargetError(
+            f"threads={threads}: this process may run on 1 to {most} CPUs; without `threads` it "
+            "takes as many as were measured to be best"
+        )
+
+
+def most_threads() -> int:
+    """CPUs that this process may run on."""
+    return len(probe_cpu().affinity)
+
+
 def _with_threads(device: Device, threads: int | None) -> Device:
     if threads is None:
         return device
-    most = len(probe_cpu().affinity)
-    if not 1 <= threads <= most:
-        raise TargetError(f"threads={threads}: this process may run on 1 to {most} CPUs")
-    return replace(device, threads=threads)
+    check_threads(threads)
+    return _on_threads(device, threads)
+
+
+def _on_threads(device: Device, threads: int) -> Device:
+    """With other threads than were measured, kernels read in proportion."""
+    reads = {name: rate * threads / device.threads for name, rate in device.reads.items()}
+    return replace(device, threads=threads, reads=reads)
 
 
 def _with_memory(device: Device, memory: str | int | None, *, real: bool) -> Device:
@@ -156,7 +189,7 @@ def _no_gpu(wanted: str) -> TargetError:
         '  target="cpu"                              run on the CPU alone\n'
         '  target="simulated"                        run the hybrid path on a simulated GPU,\n'
         '                                            as kt.hybrid(gpu="simulated") gives it\n'
-        "  ktgraph dump MODEL --target NAME          plan for a machine that is described"
+        "  ktgraph plan MODEL --target NAME          plan for a machine that is described"
     )
 
 

@@ -79,6 +79,9 @@ class Device:
     cores: int = 1  # physical cores, or multiprocessors
     threads: int = 1  # worker threads to run with; 1 on a GPU, whose curve has one point
     numa_nodes: int = 1
+    # Bytes/s of packed weights that the engine's kernels read for one token, by tile format;
+    # unpacking may bind before memory does.  Formats without a figure are read at `bandwidth`.
+    reads: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     def bandwidth_at(self, threads: int | None = None) -> float:
         """Read bytes/s with `threads` workers (default: the chosen count), linear in between."""
@@ -120,6 +123,17 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """Where weights lie that RAM cannot hold: read at every use.  Planned with, never run from."""
+
+    bandwidth: float  # bytes/s of large reads, past the system's cache
+    latency: float = 1e-4  # seconds until the first byte
+
+
+ASSUMED_DISK = Disk(3e9)  # a common NVMe drive, for a target that says nothing of its own
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where the figures come from. It is no part of a target's hash."""
 
@@ -138,6 +152,7 @@ class Target:
     home: str
     links: tuple[Link, ...] = ()
     provenance: Provenance = Provenance("described")
+    disk: Disk | None = None  # no part of the hash: only the planner reads it
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.devices]
@@ -192,8 +207,8 @@ class Target:
 
     @property
     def hash(self) -> str:
-        """12 hex digits over everything that decisions rest on (all but name and provenance)."""
-        plain = replace(self, name="", provenance=Provenance("described"))
+        """12 hex digits over everything that decisions rest on: not name, provenance and disk."""
+        plain = replace(self, name="", provenance=Provenance("described"), disk=None)
         return hashlib.sha256(plain.to_toml().encode()).hexdigest()[:12]
 
     def with_device(self, changed: Device) -> Target:

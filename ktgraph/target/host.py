@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import os
@@ -19,6 +20,7 @@ from ktgraph.target.description import Link, Provenance, Target, TargetError
 from ktgraph.target.probe import CpuInfo, probe_cpu
 
 log = logging.getLogger("ktgraph")
+_FIGURES = 2  # changes when other figures are measured, so that files of before are not read
 
 
 def host_target(*, remeasure: bool = False) -> Target:
@@ -34,6 +36,31 @@ def host_target(*, remeasure: bool = False) -> Target:
         target = _measured(info)
         _store(target, path)
     return target.with_device(replace(target.cpu, memory=measure.cpu_budget(info.memory)))
+
+
+def provenance_text(target: Target) -> str:
+    """Where a target's figures come from, how old they are, and how to renew measured ones."""
+    about = target.provenance
+    age = _days_since(about.date)
+    old = f" ({age} days ago)" if age is not None and age > 1 else ""
+    text = f"{about.origin} {about.date}{old}".strip()
+    if is_this_machine(target):
+        note = f" ({about.note})" if about.note else ""
+        return f"{text} on this machine{note}; renew with: ktgraph doctor --remeasure"
+    return f"{text}: {about.note}" if about.note else text
+
+
+def is_this_machine(target: Target) -> bool:
+    """Whether the target's CPU was measured here."""
+    about = target.provenance
+    return about.origin == "measured" and bool(about.host) and about.host == platform.node()
+
+
+def _days_since(date: str) -> int | None:
+    try:
+        return (datetime.date.today() - datetime.date.fromisoformat(date)).days
+    except ValueError:
+        return None
 
 
 def cache_file(info: CpuInfo | None = None) -> Path:
@@ -53,6 +80,7 @@ def gpu_names() -> list[str]:
 def _host_key(info: CpuInfo) -> str:
     """Changes with whatever changes the figures: CPU, cores allowed, memory, GPUs, torch."""
     parts = (
+        _FIGURES,
         platform.node(),
         info.model,
         info.isa,
@@ -67,6 +95,7 @@ def _host_key(info: CpuInfo) -> str:
 
 def _measured(info: CpuInfo) -> Target:
     log.info("measuring this machine once (a few seconds)")
+    busy = _busy(info)
     devices = [measure.measure_cpu(info)]
     links: list[Link] = []
     for index in range(len(gpu_names())):
@@ -77,8 +106,14 @@ def _measured(info: CpuInfo) -> Target:
         devices=tuple(devices),
         home=devices[min(1, len(devices) - 1)].name,
         links=tuple(links),
-        provenance=Provenance("measured", time.strftime("%Y-%m-%d"), platform.node()),
+        provenance=Provenance("measured", time.strftime("%Y-%m-%d"), platform.node(), busy),
     )
+
+
+def _busy(info: CpuInfo) -> str:
+    """What else ran just before: figures taken beside it are too low."""
+    load, cpus = os.getloadavg()[0], len(info.affinity)
+    return f"load {load:.1f} on {cpus} CPUs then: may be low" if load > 0.5 * cpus else ""
 
 
 def _cached(path: Path) -> Target | None:

@@ -1,6 +1,6 @@
 """What this machine can do, measured once: read bandwidth by threads, matrix peaks, link speed.
 
-The whole of a CPU takes about 2-5 s. Buffers are far larger than the last-level cache, but never
+The whole of a CPU takes about 3-6 s. Buffers are far larger than the last-level cache, but never
 more than a quarter of the memory that is free.
 """
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ktgraph.target.description import Device, Link
+from ktgraph.target.kernels import measure_reads
 from ktgraph.target.probe import CpuInfo, MemoryInfo, pick_cpus
 
 USABLE_PART = 0.9  # of memory: the rest is left to the system, the driver and the interpreter
@@ -31,6 +32,7 @@ def measure_cpu(info: CpuInfo) -> Device:
     """Measures the CPU that `info` describes; see the module docstring for how long it takes."""
     counts = thread_counts(info.max_threads)
     curve = _read_bandwidth(info, counts)
+    threads = best_threads(curve)
     return Device(
         name="cpu",
         kind="cpu",
@@ -41,8 +43,9 @@ def measure_cpu(info: CpuInfo) -> Device:
         model=info.model,
         isa=info.isa,
         cores=info.cores,
-        threads=best_threads(curve),
+        threads=threads,
         numa_nodes=max(1, len(info.numa)),
+        reads=measure_reads(info, threads),
     )
 
 

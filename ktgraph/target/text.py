@@ -13,6 +13,7 @@ from typing import Any, cast
 from ktgraph.target.description import (
     Device,
     DeviceKind,
+    Disk,
     Link,
     Origin,
     Provenance,
@@ -47,6 +48,9 @@ def write(target: Target) -> str:
         )
         for k in target.links
     ]
+    if target.disk is not None:
+        figures = {"bandwidth": target.disk.bandwidth, "latency": target.disk.latency}
+        parts.append(_table("[disk]", figures))
     return "\n".join(parts)
 
 
@@ -66,7 +70,8 @@ def _device_text(device: Device) -> str:
     order = [dtype for dtype in _DTYPES if dtype in device.peak]
     order += sorted(set(device.peak) - set(order))
     peak = {dtype: device.peak[dtype] for dtype in order}
-    return _table("[[device]]", entries) + _table("[device.peak]", peak)
+    text = _table("[[device]]", entries) + _table("[device.peak]", peak)
+    return text + _table("[device.reads]", device.reads) if device.reads else text
 
 
 def _table(header: str, entries: Mapping[str, object]) -> str:
@@ -110,7 +115,7 @@ class _Reader:
 
     def target(self, data: Table) -> Target:
         top = _Fields(self, "", 0, data)
-        top.only("format", "name", "home", "provenance", "device", "link")
+        top.only("format", "name", "home", "provenance", "device", "link", "disk")
         if top.integer("format") != FORMAT:
             raise top.wrong("format", f"{FORMAT}, the format this version of ktgraph reads")
         about = self.fields("provenance", top.tables("provenance", single=True))
@@ -118,6 +123,7 @@ class _Reader:
         if not devices:
             raise top.wrong("device", "at least one [[device]] table")
         links = self.fields("link", top.tables("link"))
+        disks = self.fields("disk", top.tables("disk", single=True))
         names = tuple(f.text("name") for f in devices)
         for index, f in enumerate(devices):
             if names[index] in names[:index]:
@@ -128,6 +134,7 @@ class _Reader:
             devices=tuple(map(self.device, devices)),
             links=tuple(self.link(f, names) for f in links),
             provenance=self.provenance(about[0]) if about else Provenance("described"),
+            disk=self.disk(disks[0]) if disks else None,
         )
 
     def fields(self, header: str, tables: list[Table]) -> list[_Fields]:
@@ -159,6 +166,7 @@ class _Reader:
             cores=f.integer("cores", 1),
             threads=f.integer("threads", 1),
             numa_nodes=f.integer("numa_nodes", 1),
+            reads=f.rates("reads"),
         )
 
     def link(self, f: _Fields, names: tuple[str, ...]) -> Link:
@@ -169,6 +177,10 @@ class _Reader:
             bandwidth=f.number("bandwidth"),
             latency=f.number("latency", zero=True),
         )
+
+    def disk(self, f: _Fields) -> Disk:
+        f.only("bandwidth", "latency")
+        return Disk(f.number("bandwidth"), f.number("latency", zero=True))
 
     def line_of(self, header: str, index: int, key: str) -> int:
         """1-based line of `key` in the index-th table under `header`, else that table's line."""
@@ -264,6 +276,16 @@ class _Fields:
         good = {dtype: p for dtype, p in peaks.items() if p and p > 0 and dtype in _DTYPES}
         if not good or len(good) != len(peaks) or "f32" not in good:
             raise self.wrong(key, f"FLOP/s for f32 and others of {', '.join(_DTYPES)}")
+        return good
+
+    def rates(self, key: str) -> dict[str, float]:
+        """Bytes/s by the name of a weight format; none when the key is not there."""
+        value: object = self.table.get(key, {})
+        table = cast("dict[str, object]", value) if isinstance(value, dict) else None
+        rates = {name: _number(rate) for name, rate in (table or {}).items()}
+        good = {name: r for name, r in rates.items() if r and r > 0}
+        if table is None or len(good) != len(rates):
+            raise self.wrong(key, "bytes/s by weight format, as in int8 = 50e9")
         return good
 
     def curve(self, key: str) -> tuple[tuple[int, float], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -85,10 +86,16 @@ def _unknown(where: str, name: str, names: Sequence[str]) -> WeightSourceError:
 
 
 class ModelSource:
-    """Parameters and buffers of a loaded model, by name, without copies."""
+    """Parameters and buffers of a loaded model, by name, without copies.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+    ``experts.*.w1.weight`` is the stack of that parameter over a list's members, 0, 1, 2 …
+    `constants`: tensors by name that the model holds nowhere, but its code makes.
+    """
+
+    def __init__(
+        self, model: nn.Module, constants: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(constants or {})
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._tensors[name] = parameter.detach()
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -101,6 +108,19 @@ class ModelSource:
                 "hold no values; load the model with weights, or give its folder"
             )
 
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, torch.Tensor], label: str) -> ModelSource:
+        """Tensors that no module holds under these names; `label` names their owner in errors."""
+        found = ModelSource(nn.Module())
+        found._tensors.update({name: t.detach() for name, t in tensors.items()})
+        found._label = label
+        return found
+
+    def release(self, prefix: str) -> None:
+        """Let go of the tensors whose names begin so, for a caller that frees them."""
+        for name in [n for n in self._tensors if n.startswith(prefix)]:
+            del self._tensors[name]
+
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 
@@ -109,14 +129,32 @@ class ModelSource:
             raise _unknown(self._label, name, self.names())
         return self._tensors[name]
 
+    def _member(self, name: str, member: int) -> torch.Tensor:
+        return self._tensor(name.replace("*", str(member), 1))
+
+    def _members(self, name: str) -> list[torch.Tensor]:
+        """Of a name with a star: the members' tensors, in order."""
+        numbers = itertools.takewhile(
+            lambda n: name.replace("*", str(n), 1) in self._tensors, itertools.count()
+        )
+        found = [self._member(name, n) for n in numbers]
+        return found or [self._member(name, 0)]  # which says what is missing
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensor(name).shape)
+        if "*" not in name:
+            return tuple(self._tensor(name).shape)
+        members = self._members(name)
+        return (len(members), *members[0].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensor(name).dtype
+        return (self._member(name, 0) if "*" in name else self._tensor(name)).dtype
 
     def get(self, name: str, expert: int | None = None, rows: slice | None = None) -> torch.Tensor:
-        return _part(self._tensor(name), expert, rows)
+        if "*" not in name:
+            return _part(self._tensor(name), expert, rows)
+        if expert is not None:
+            return _part(self._member(name, expert), None, rows)
+        return _part(torch.stack(self._members(name)), None, rows)
 
     @property
     def nbytes(self) -> int:

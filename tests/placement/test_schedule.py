@@ -5,7 +5,15 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from ktgraph.placement.schedule import Schedule, Task, critical_path, in_order, list_schedule, tails
+from ktgraph.placement.schedule import (
+    Schedule,
+    Task,
+    critical_path,
+    in_order,
+    list_schedule,
+    tails,
+    waiting_chain,
+)
 
 
 def test_in_order_keeps_lanes_and_dependencies() -> None:
@@ -77,3 +85,24 @@ def _check(found: Schedule) -> None:
             (found.starts[n], found.end(n)) for n, t in enumerate(found.tasks) if t.lane == lane
         )
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_waited_for_adds_up_to_the_makespan(seed: int) -> None:
+    """Over lanes and operands, also through tasks that take no time."""
+    rng = random.Random(seed)
+    tasks: list[Task] = []
+    for number in range(40):
+        before = tuple(rng.sample(range(number), min(number, rng.randint(0, 3))))
+        seconds = rng.choice([0.0, 0.5, 1.0, 2.25])
+        tasks.append(Task(str(number), rng.choice("abc"), seconds, before))
+    for schedule in (in_order(tasks), list_schedule(tasks)):
+        chain = waiting_chain(schedule)
+        assert sum(tasks[n].seconds for n in chain) == schedule.makespan
+        assert schedule.starts[chain[0]] == 0.0
+        for first, second in pairwise(chain):
+            assert schedule.end(first) == schedule.starts[second]
+
+
+def test_an_empty_schedule_waits_for_nothing() -> None:
+    assert waiting_chain(in_order([])) == []

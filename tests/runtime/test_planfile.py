@@ -14,7 +14,8 @@ from lowered_models import MIXED, Pair, make_pair, prompts
 
 from ktgraph.pass_api import Pass
 from ktgraph.runtime import packed, planfile
-from ktgraph.runtime.planfile import PlanFileError, load_plan, save_plan
+from ktgraph.runtime.planfile import PlanFileError, load_plan
+from ktgraph.runtime.planfile_write import save_plan
 from ktgraph.weights import encodings, evaluate
 from ktgraph.weights.sources import RandomSource
 

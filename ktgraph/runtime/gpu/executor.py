@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from ktgraph.ir.types import StateType
+from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.arena import slot_nbytes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
-from ktgraph.runtime.executor import ExecutionError, TraceEvent, start_engine
+from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
-from ktgraph.runtime.gpu.device import GpuDevice
+from ktgraph.runtime.gpu.device import GpuDevice, Step
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
@@ -24,7 +26,7 @@ from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
 from ktgraph.runtime.native import Addresses, native_state
 from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot
+from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, takes_batch
 from ktgraph.runtime.steps import StepArrays
 
 log = logging.getLogger("ktgraph")
@@ -69,6 +71,7 @@ class GpuExecutor:
         )
         width, windows = shape.pages_for(shape.sequence_rows), [w for w, _ in shape.windows]
         self._inputs = Inputs(device, self._most(), width, windows)
+        self._arguments = {p.name: self._staged(p) for p in plan.phases}
         first = 0
         self._phases: dict[str, BoundPhase] = {}
         for phase in plan.phases:
@@ -105,6 +108,23 @@ class GpuExecutor:
 
         Raises ExecutionError when an op fails, on the CPU or the GPU, or when the GPU does not end.
         """
+        (logits,) = self._call(phase, ids, step)
+        return logits_as_f32(logits)
+
+    def call_tensors(
+        self, phase: str, inputs: Sequence[torch.Tensor], step: StepArrays
+    ) -> list[torch.Tensor]:
+        """Run one phase of a plain module on its arguments; results in host memory of their own.
+
+        Raises ExecutionError as `call` does.
+        """
+        plan = self.plan.phase(phase)
+        bound = {"T": step.tokens, "O": step.rows}
+        for (slot, staged), value in zip(self._arguments[phase].items(), inputs, strict=True):
+            _as_shaped(staged, plan.layouts.views[slot], bound).copy_(value)
+        return [r.clone() for r in self._call(phase, [], step)]
+
+    def _call(self, phase: str, ids: list[int], step: StepArrays) -> list[torch.Tensor]:
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
@@ -151,7 +171,30 @@ class GpuExecutor:
 
     @staticmethod
     def _ids_name(phase: PhasePlan) -> str:
-        return ids_slot(phase).name
+        """The argument that `Inputs` brings; "" for a plain module, whose arguments are staged."""
+        return ids_slot(phase).name if takes_batch(phase) else ""
+
+    def _staged(self, phase: PhasePlan) -> dict[str, torch.Tensor]:
+        """Host memory for the arguments of a plain module, by slot."""
+        if takes_batch(phase):
+            return {}
+        most = phase.arena.sizes.bindings(self.plan.module)
+        slots = argument_slots(phase)[0]
+        return {s.name: self.device.host(slot_nbytes(s, most)) for s in slots}
+
+    def uploads(self, phase: PhasePlan, sizes: Sizes) -> list[Step]:
+        """Steps that bring a call's inputs to the GPU, from the same places in every call."""
+        bound = {"T": sizes.tokens, "O": sizes.rows}
+        steps: list[Step] = [self._inputs.upload]
+        for slot in argument_slots(phase)[0]:
+            if slot.name not in self._arguments[phase.name]:
+                continue
+            assert isinstance(slot.type, TensorType)
+            view = phase.layouts.view(slot)
+            target = self.tensor(phase, TensorRef(slot.type.dtype, view), bound)
+            source = _as_shaped(self._arguments[phase.name][slot.name], view, bound)
+            steps.append(self.device.copy(source, target))
+        return steps
 
     def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
         """The cache that a state argument of the phase stands for."""
@@ -172,6 +215,14 @@ class GpuExecutor:
         parts = self.state(phase, use).parts
         pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
         return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
+
+
+def _as_shaped(staged: torch.Tensor, view: View, sizes: dict[str, int]) -> torch.Tensor:
+    """The dense tensor of an argument at the sizes of a call, in its staging memory."""
+    assert isinstance(view.root.type, TensorType)
+    shape = [d.at(sizes) for d in view.dims]
+    dtype = torch_dtype(view.root.type.dtype)
+    return staged[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _pin_streamed(plan: Plan, device: GpuDevice, weights: LoadedWeights) -> None:

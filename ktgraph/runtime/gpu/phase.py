@@ -21,7 +21,7 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.runtime.cache import InPlaceState
-from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32
+from ktgraph.runtime.executor import ExecutionError, TraceEvent
 from ktgraph.runtime.gpu.device import Fetch, Fork, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Sizes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts
@@ -81,12 +81,15 @@ class BoundPhase:
         for place, part in enumerate(parts.order):
             if part.kind == "native":
                 self._plans[place] = self._native_plan(part.items)
-        self._logits = self._logits_ref()
+        self._results = self._result_refs()
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         self._stream = WeightStream(self.device, phase, executor.weights, executor.buffers)
         self._made: OrderedDict[tuple[Sizes, int, int], list[Made]] = OrderedDict()
         most = phase.arena.sizes
-        self._answer = self.device.host(self._logits_at(most.tokens, most.rows).nbytes)
+        self._answers = [
+            self.device.host(max(r.numel() * r.element_size(), 1))
+            for r in self._results_at(most.tokens, most.rows)
+        ]
 
     def _native_plan(self, items: Sequence[Instruction]) -> Any:
         from ktgraph.cpu_kernels import load_native
@@ -102,10 +105,13 @@ class BoundPhase:
                 raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
         return plan
 
-    def _logits_ref(self) -> TensorRef:
-        slot = next(s for s in self.phase.flat.returns if isinstance(s.type, TensorType))
-        assert isinstance(slot.type, TensorType)
-        return TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
+    def _result_refs(self) -> list[TensorRef]:
+        """The logits, or every tensor that a plain module returns."""
+        return [
+            TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
+            for slot in self.phase.flat.returns
+            if isinstance(slot.type, TensorType)
+        ]
 
     @property
     def _is_decode(self) -> bool:
@@ -118,7 +124,8 @@ class BoundPhase:
         return self._is_decode or (self.parts.can_capture and not waits)
 
     # -- one call ---------------------------------------------------------------------------------
-    def run(self, step: StepArrays) -> torch.Tensor:
+    def run(self, step: StepArrays) -> list[torch.Tensor]:
+        """Run a call; the results, in host memory that the next call writes over."""
         sizes = Sizes(step.tokens, step.rows, step.sequences)
         max_new, max_kv = self._bounds(step)
         made = self._steps(sizes, max_new, max_kv)
@@ -126,11 +133,14 @@ class BoundPhase:
             self._run_parts(made, step)
         else:
             self._run_timed(made, step, self.executor.trace)
-        logits = self._logits_at(step.tokens, step.rows)
-        answer = self._answer[: logits.nbytes].view(logits.dtype).view(logits.shape)
-        self.device.run([self.device.copy(logits, answer)])
+        results = self._results_at(step.tokens, step.rows)
+        answers = [
+            held[: r.numel() * r.element_size()].view(r.dtype).view(r.shape)
+            for held, r in zip(self._answers, results, strict=True)
+        ]
+        self.device.run([self.device.copy(r, a) for r, a in zip(results, answers, strict=True)])
         self._finish()
-        return logits_as_f32(answer)
+        return answers
 
     def _run_parts(self, made: list[Made], step: StepArrays) -> None:
         for place, part in enumerate(self.parts.order):
@@ -206,7 +216,7 @@ class BoundPhase:
         if part.kind != "gpu":
             return made
         if part is self.parts.order[0]:
-            made.add([self.executor.inputs.upload, *self._stream.begin()])
+            made.add([*self.executor.uploads(self.phase, sizes), *self._stream.begin()])
         forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
         begins = {s.after: f for s, f in forks.items()}
         asides = {s.step: f for s, f in forks.items()}
@@ -277,9 +287,9 @@ class BoundPhase:
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
         self._check()
 
-    def _logits_at(self, tokens: int, rows: int) -> torch.Tensor:
+    def _results_at(self, tokens: int, rows: int) -> list[torch.Tensor]:
         bound = {"T": tokens, "O": rows}
-        return self.executor.tensor(self.phase, self._logits, bound)
+        return [self.executor.tensor(self.phase, r, bound) for r in self._results]
 
     # -- steps -----------------------------------------------------------------------------------
     def _step(self, item: Instruction, sizes: Sizes, batches: Batches) -> Step:

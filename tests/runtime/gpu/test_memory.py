@@ -12,6 +12,7 @@ from hybrid_models import EXPERTS, OPTIONS, make_hybrid, place, plan_of
 from lowered_models import MODELS
 
 import ktgraph as kt
+from ktgraph.analysis import memory_analysis
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir import parse_module
 from ktgraph.runtime.arena import PlanError, arena_attrs, plan_arena, read_arena
@@ -94,6 +95,20 @@ def test_gpu_memory_is_respected(tiny_deepseek: Path, size: str) -> None:
     with pytest.raises(kt.KtgraphError, match=GPU) as caught:
         kt.compile(tiny_deepseek, target, context=64, max_tokens=64, max_batch=1)
     assert size[:-3] in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_analysis_and_need_agree(model: str, experts: str) -> None:
+    """Before lowering, from types; after it, from the plan: the same GPU, but for rounding."""
+    plan = plan_of(model, experts)
+    rows = 240
+    need = memory_need(plan, CacheShape(4, rows // 4, 64), 2).on("cuda:0")
+    found = memory_analysis(plan.module, OPTIONS, rows)
+    assert found.of("cuda:0", "workspace") == pytest.approx(need.of("workspace"), rel=1e-3)
+    assert found.of("cuda:0", "weights") == pytest.approx(need.of("weights"), rel=0.02)
+    assert found.of("cuda:0", "kv") == need.of("cache")
+    assert found.of("cuda:0") == pytest.approx(need.total, rel=1e-3)
 
 
 # -- the arenas of a plan ----------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""`ktgraph quantize`: packed once, whole or not at all, and every start from it is the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ktgraph as kt
+from ktgraph.cli import main
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.packed_folder import PLAN, write_folder
+from ktgraph.runtime import packed, planfile_write
+from ktgraph.runtime.planfile import PlanFileError
+from ktgraph.runtime.planfile_write import DiskSpaceError
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def lowered(talking_model: Path) -> kt.Lowered:
+    return kt.trace(talking_model).lower("cpu")
+
+
+@pytest.fixture(scope="module")
+def compiled(talking_model: Path) -> kt.Compiled:
+    return kt.compile(talking_model, "cpu", quantize="int8", max_batch=2)
+
+
+def small_file(folder: Path, tmp_path: Path) -> Path:
+    """A copy that tests may spoil."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_a_start_gives_the_same_bits(packed_folder: Path, compiled: kt.Compiled) -> None:
+    ids = [list(range(3, 40)), [5, 6]]
+    for exe in (kt.compile(packed_folder), kt.load(packed_folder), kt.load(packed_folder / PLAN)):
+        for got, want in zip(exe(ids), compiled(ids), strict=True):
+            assert torch.equal(got, want)
+    assert exe.generate(PROMPT, 8) == compiled.generate(PROMPT, 8)
+    assert exe.made.options == compiled.made.options
+
+
+def test_a_start_neither_traces_nor_packs(
+    packed_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work of packing was done again")
+
+    monkeypatch.setattr("ktgraph.weights.encodings.pack_matrix", work)
+    monkeypatch.setattr("ktgraph.frontends.hf.trace_hf", work)
+    assert kt.compile(packed_folder).generate(PROMPT, 2)
+
+
+def test_what_the_folder_holds(packed_folder: Path) -> None:
+    assert {p.name for p in packed_folder.iterdir()} >= {PLAN, "quantize.txt", "memory.txt"}
+    assert "int8" in (packed_folder / "quantize.txt").read_text()
+    assert [p.name for p in packed_folder.parent.iterdir()] == [packed_folder.name]
+
+
+def test_weights_are_packed_one_after_another(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight is written, and let go, before the one behind the next few is made."""
+    written, made = list[int](), list[int]()
+    bytes_of, made_of = planfile_write._bytes_of, packed._made
+
+    def write(tensor: torch.Tensor) -> Any:
+        written.append(tensor.nbytes)
+        assert len(made) - len(written) <= packed._WORKERS
+        return bytes_of(tensor)
+
+    def make(evaluator: Any, use: Any) -> torch.Tensor:
+        made.append(1)
+        return made_of(evaluator, use)
+
+    monkeypatch.setattr(planfile_write, "_bytes_of", write)
+    monkeypatch.setattr(packed, "_made", make)
+    lowered.save(tmp_path / PLAN)
+    nbytes, packing = lowered.packing()
+    assert sum(written) == nbytes
+    assert packing < nbytes
+    assert kt.load(tmp_path / PLAN).generate([4, 5], 3, eos=())
+
+
+def test_a_plan_for_a_gpu_is_packed_without_one(talking_model: Path, tmp_path: Path) -> None:
+    lowered = kt.trace(talking_model).lower(kt.hybrid(gpu="simulated"), quantize="int8")
+    write_folder(lowered, tmp_path / "m")
+    found = kt.load(tmp_path / "m").generate([4, 5, 6], 4, eos=())
+    assert found == lowered.compile().generate([4, 5, 6], 4, eos=())
+
+
+def test_run_starts_from_it(packed_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(packed_folder), PROMPT, "--max-new-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(PROMPT)
+    assert err.splitlines()[0] == f"weights packed already: {packed_folder / PLAN}"
+
+
+def test_what_may_change_at_a_start(packed_folder: Path) -> None:
+    exe = kt.compile(packed_folder, context=64, cache_rows=96, threads=1)
+    assert (exe.limits.context, exe.limits.cache_rows, exe.runner.executor.threads) == (64, 96, 1)
+    with pytest.raises(UnsupportedInputError, match="was made for 1024 positions"):
+        kt.load(packed_folder, context=5000)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"quantize": "int4p(group=32)"}, "quantize='int4p.group=32.'"),
+        ({"target": "hybrid", "max_batch": 4}, "max_batch=4, target='hybrid'"),
+        ({"dtype": "bf16"}, "dtype='bf16'"),
+    ],
+)
+def test_what_may_not_change(packed_folder: Path, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedInputError, match=f"{named} cannot change now.*ktgraph quantize"):
+        kt.compile(packed_folder, **given)
+
+
+def test_it_cannot_be_traced(packed_folder: Path) -> None:
+    for path in (packed_folder, packed_folder / PLAN):
+        with pytest.raises(UnsupportedInputError, match="needs the checkpoint that it was made"):
+            kt.trace(path)
+
+
+def test_another_machine_is_told(packed_folder: Path, tmp_path: Path) -> None:
+    folder = small_file(packed_folder, tmp_path)
+    with zipfile.ZipFile(folder / PLAN) as archive:
+        members = {i.filename: archive.read(i) for i in archive.infolist()}
+    env = json.loads(members["env.json"])
+    members["env.json"] = json.dumps({**env, "isa": "avx9"}).encode()
+    with zipfile.ZipFile(folder / PLAN, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(PlanFileError) as caught:
+        kt.compile(folder)
+    assert "made for the instruction set avx9, this machine uses" in str(caught.value)
+    assert f"ktgraph quantize MODEL -o {folder}" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["error", "interrupt"])
+def test_nothing_half_written_is_left(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    error = KeyboardInterrupt if what == "interrupt" else OSError
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(planfile_write, "_bytes_of", fail)
+    with pytest.raises(error):
+        write_folder(lowered, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_is_asked_first(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(DiskSpaceError, match=r"this writes \d+.* MiB, and its disk has 1 MiB free"):
+        lowered.save(tmp_path / PLAN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_it_may_write(
+    packed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    places = {
+        packed_folder: "holds a packed model: give another name, or replace it with --overwrite",
+        tmp_path: "holds other files, and no model.ktplan",
+        tmp_path / "file": "is a file",
+        tmp_path / "no" / "where": "there is no folder",
+    }
+    for place, message in places.items():
+        assert main(["quantize", "nowhere", "-o", str(place)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_overwrite_replaces_when_all_is_written(
+    packed_folder: Path, lowered: kt.Lowered, tmp_path: Path
+) -> None:
+    folder = small_file(packed_folder, tmp_path)
+    (folder / "old").write_text("x")
+    write_folder(lowered, folder, overwrite=True)
+    assert not (folder / "old").exists()
+    assert kt.load(folder).made.options.quantize is None
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
