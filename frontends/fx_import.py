@@ -40,6 +40,7 @@ from ktgraph.frontends.naming import (
 )
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import (
+    Attr,
     Module,
     Operand,
     Recipe,
@@ -192,14 +193,18 @@ class Importer:
     def _declared(self, ref: WeightRef) -> TensorType:
         return self.module.weights[ref.name].type
 
-    def derived_weight(self, ref: WeightRef, suffix: str, kind: str, type: TensorType) -> WeightRef:
+    def derived_weight(
+        self, ref: WeightRef, suffix: str, kind: str, type: TensorType, **attrs: Attr
+    ) -> WeightRef:
         """A weight made from another by a recipe; what is transposed twice is the weight itself."""
         made = self.module.weights[ref.name].recipe
-        if kind == "transpose" and made is not None and made.kind == kind and not made.attrs:
+        twice = kind == "transpose" and made is not None and made.kind == kind
+        if twice and made is not None and not made.attrs and not attrs:
             return made.args[0]
         name = f"{ref.name}.{suffix}"
         if name not in self.module.weights:
-            self.module.add_weight(Weight(name, type, recipe=Recipe(kind, (ref,))))
+            recipe = Recipe(kind, (ref,), tuple(attrs.items()))
+            self.module.add_weight(Weight(name, type, recipe=recipe))
         return WeightRef(name)
 
     # ------------------------------------------------------------ nodes

@@ -19,7 +19,7 @@ from ktgraph.frontends.fx_import import import_graph
 from ktgraph.frontends.hf_build import Source, Twin, build_twin, twin_like
 from ktgraph.frontends.hf_export import export_step
 from ktgraph.frontends.hf_leaves import LeafReport
-from ktgraph.frontends.roll import roll_layers
+from ktgraph.frontends.roll import group_size, roll_layers
 from ktgraph.frontends.witness import first_difference
 from ktgraph.ir.graph import Module, Witness
 from ktgraph.ir.literals import literals
@@ -106,9 +106,13 @@ def _dims(twin: Twin, head_tied: bool) -> dict[str, int]:
 
 
 def _enough_layers(module: Module, twin: Twin) -> int:
-    """Layers that print the same text: of a last run of equal layers two are enough."""
+    """Layers that print the same text: of a last run of equal layers two are enough.
+
+    Of a run of equal groups, two groups.
+    """
     layers = int(twin.config.num_hidden_layers)
     repeats = [op for op in module.functions["main"].body.ops if op.body is not None]
-    if not repeats or repeats[-1].int_attr("hi") != layers - 1:
+    if not repeats:
         return layers
-    return min(layers, repeats[-1].int_attr("lo") + 2)
+    lo, hi, size = (*(repeats[-1].int_attr(name) for name in ("lo", "hi")), group_size(repeats[-1]))
+    return min(layers, (lo + 2) * size) if (hi + 1) * size == layers else layers

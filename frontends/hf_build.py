@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -92,9 +93,24 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
             f"{folder}: no config.json in it; a checkpoint folder has one beside its weights"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return _read_config(folder)
     except Exception as error:
         raise UnsupportedModelError(_bad_config(folder, error)) from error
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    """By `model_type`, or where transformers has none of that name, by the class it names.
+
+    Kimi-K2 calls itself ``kimi_k2`` and is a ``DeepseekV3ForCausalLM``, whose class is used.
+    """
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    known = transformers.CONFIG_MAPPING.keys()
+    names = values.get("architectures") or []
+    cls = getattr(transformers, names[0], None) if len(names) == 1 else None
+    if cls is None or not hasattr(cls, "config_class") or values.get("model_type") in known:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    other = {k: v for k, v in values.items() if k not in ("model_type", "auto_map")}
+    return cls.config_class.from_dict(other)
 
 
 def _bad_config(folder: Path, error: Exception) -> str:

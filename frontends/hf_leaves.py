@@ -237,7 +237,9 @@ def _patch_routers(model: nn.Module, patches: _Patches, report: LeafReport) -> N
     probe = _cached(probes.probe_router)
     classes = _router_classes(model)
     for path, module in model.named_modules():
-        if not isinstance(module, classes) and not re.search(r"Router$", type(module).__name__):
+        if not isinstance(module, classes) and not re.search(
+            r"(Router|Gate)$", type(module).__name__
+        ):
             continue
         router = probe(module)
         if router is None:
@@ -262,13 +264,14 @@ def _router_classes(model: nn.Module) -> tuple[type, ...]:
 def _router_forward(module: Any, router: probes.Router) -> Callable[[Tensor], tuple[Tensor, ...]]:
     formula = tuple(router.formula().values())
 
-    def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
-        x = hidden_states.reshape(-1, module.weight.shape[1])
-        bias, select = getattr(module, "bias", None), getattr(module, probes.SELECT_BIAS, None)
-        ids, weights = torch.ops.ktg.route(x, module.weight, bias, select, *formula)
+    def forward(hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        gate, bias, select = router.parts.of(module, given)
+        assert gate is not None
+        x = hidden_states.reshape(-1, gate.shape[1])
+        ids, weights = torch.ops.ktg.route(x, gate, bias, select, *formula)
         made = {"ids": ids, "weights": weights}
         if "logits" in router.outputs:  # as a rule nobody reads them; then import drops them
-            made["logits"] = torch.ops.ktg.linear(x, module.weight, bias)
+            made["logits"] = torch.ops.ktg.linear(x, gate, bias)
         return tuple(made[name] for name in router.outputs)
 
     return forward

@@ -92,13 +92,24 @@ def _cached(im: Importer, given: dict[str, Any]) -> Value | None:
 def _route(im: Importer, node: fx.Node) -> Imported:
     given = arguments(node)
     weights = [im.value(given["weight"])]
-    weights += [im.optional(given[name]) for name in ("select_bias", "bias")]
+    weights += [_vector(im, im.optional(given[name])) for name in ("select_bias", "bias")]
     attrs = {name: given[name] for name in _ROUTE_ATTRS}
     if given["groups"] <= 1:
         attrs.pop("mask")
     operands = [im.value(given["x"]), *weights]
     ids, picked = im.emit("moe.route", operands, attrs, ["ids", "weights"])
     return Tensor.of(ids, 2), Tensor.of(picked, 2)
+
+
+def _vector(im: Importer, weight: Operand) -> Operand:
+    """A weight of one number an expert; ERNIE's has a first axis of 1, undone by a recipe."""
+    if not isinstance(weight, WeightRef):
+        return weight
+    type = im.module.weights[weight.name].type
+    if type.rank == 1:
+        return weight
+    flat = type.dims[-1]
+    return im.derived_weight(weight, "flat", "reshape", type.with_dims(flat), shape=(flat,))
 
 
 _ROUTE_ATTRS = (

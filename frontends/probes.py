@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,7 +26,10 @@ EXACT = 2e-6  # largest relative error of a formula that is the same in float32
 
 
 def cpu_copy(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """A shallow copy with random float32 parameters and buffers; `buffers` gives real values."""
+    """A copy with random float32 parameters and buffers, children included.
+
+    `buffers` gives real values of the module's own.
+    """
     rng, twin = _rng(_WEIGHTS), copy.copy(module)
     twin.__dict__.pop("forward", None)  # an instance patch would lead back to the leaf op
     twin._parameters = {
@@ -37,6 +41,7 @@ def cpu_copy(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> 
         for name, b in module._buffers.items()
     }
     twin._buffers.update(buffers or {})
+    twin._modules = {n: None if c is None else cpu_copy(c) for n, c in module._modules.items()}
     return twin
 
 
@@ -214,6 +219,33 @@ def _halves(z: Tensor, module: Any) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class RouterParts:
+    """Paths, below a router module, of what `leaf_ops.route` takes; None: there is none.
+
+    GIVEN as the selection bias: the block that calls the router hands it over.
+    """
+
+    gate: str
+    bias: str | None
+    select_bias: str | None
+
+    def of(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Gate, bias and selection bias of a module that is called with `given`."""
+        paths = (self.gate, self.bias, None if self.select_bias == GIVEN else self.select_bias)
+        gate, bias, select = (None if p is None else _at(module, p) for p in paths)
+        select = given[0] if self.select_bias == GIVEN else select
+        return gate, bias, select
+
+
+GIVEN = "the second argument"
+
+
+def _at(module: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+@dataclass(frozen=True)
 class Router:
     """Parameters of `leaf_ops.route`, and where the module's outputs lie in its tuple."""
 
@@ -226,35 +258,71 @@ class Router:
     group_score: str
     mask: str  # what other groups' scores become: zero or neg_inf
     outputs: tuple[str, ...]  # of "logits", "weights", "ids"
+    parts: RouterParts
 
     def formula(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outputs"}
+        """Arguments of `leaf_ops.route` behind its tensors."""
+        return {k: getattr(self, k) for k in (f.name for f in fields(self)) if k not in _NO_FORMULA}
 
 
-SELECT_BIAS = "e_score_correction_bias"
+_NO_FORMULA = ("outputs", "parts")
 
 
 @torch.no_grad()
 def probe_router(module: nn.Module) -> Router | None:
     """One formula explains every known router; try its variants on several inputs and scales."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2:
+    parts = _router_parts(module)
+    if parts is None:
         return None
     twin, rng = cpu_copy(module), _rng()
-    _weight(twin).mul_(weight.shape[1] ** -0.5)
-    if SELECT_BIAS in twin._buffers:  # scores below zero, of few experts too: tells masks apart
-        twin._buffers[SELECT_BIAS] = _randn(rng, weight.shape[0]) - 1.0
-    inputs = [_randn(rng, 40, weight.shape[1]) * s for s in (0.5, 1.0, 3.0)]
-    outputs = _router_outputs(twin(inputs[0]), weight.shape[0])
+    weight = _at(twin, parts.gate)
+    experts, width = weight.shape
+    weight.mul_(width**-0.5)
+    given = (_randn(rng, experts) - 1.0,) if parts.select_bias == GIVEN else ()
+    if parts.select_bias not in (None, GIVEN):
+        # scores below zero, of few experts too: tells masks apart
+        _at(twin, parts.select_bias).copy_(_randn(rng, 1, experts).squeeze(0) - 1.0)
+    inputs = [_randn(rng, 40, width) * s for s in (0.5, 1.0, 3.0)]
+    found = _called(twin, inputs, given) or _called(twin, [x[None] for x in inputs], given)
+    outputs = _router_outputs(found[0], experts) if found else None
     if outputs is None:
         return None
     ids, weights = outputs.index("ids"), outputs.index("weights")
-    real = [(out[ids], out[weights]) for out in map(twin, inputs)]
-    for variant in _router_variants(module, real[0][0].shape[-1], outputs):
-        scale = _router_scale(twin, inputs, real, variant)
+    real = [(out[ids], out[weights]) for out in found]
+    for variant in _router_variants(module, real[0][0].shape[-1], outputs, parts):
+        scale = _router_scale(twin, inputs, given, real, variant)
         if scale is not None:
             return variant(scale)
     return None
+
+
+def _called(router: nn.Module, inputs: list[Tensor], given: tuple[Tensor, ...]) -> list[Any]:
+    """What it returns for each input; nothing when it wants other hidden states."""
+    try:
+        return [router(x, *given) for x in inputs]
+    except Exception:
+        return []
+
+
+def _router_parts(module: nn.Module) -> RouterParts | None:
+    """The matrix, and the vectors of one number an expert: beside the matrix it is the bias."""
+    matrices = {n: p for n, p in module.named_parameters() if p.ndim == 2 and p.shape[0] > 1}
+    if len(matrices) != 1:
+        return None
+    ((gate, weight),) = matrices.items()
+    beside = f"{gate.rpartition('.')[0]}.bias".lstrip(".")
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    vectors = [n for n, t in tensors.items() if t.numel() == weight.shape[0] and n != gate]
+    others = [n for n in vectors if n != beside]
+    if len(others) > 1:
+        return None
+    named = inspect.signature(type(module).forward).parameters
+    wanted = [p for p in list(named.values())[2:] if p.default is p.empty and p.kind in _POSITIONAL]
+    select = others[0] if others else GIVEN if len(wanted) == 1 else None
+    return RouterParts(gate, beside if beside in vectors else None, select)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _router_outputs(out: object, experts: int) -> tuple[str, ...] | None:
@@ -275,7 +343,9 @@ def _router_outputs(out: object, experts: int) -> tuple[str, ...] | None:
 _WITH_LOGITS, _BARE = ["ids", "logits", "weights"], ["ids", "weights"]
 
 
-def _router_variants(module: nn.Module, top_k: int, outputs: tuple[str, ...]):
+def _router_variants(
+    module: nn.Module, top_k: int, outputs: tuple[str, ...], parts: RouterParts
+) -> Iterator[Callable[[float], Router]]:
     """Formulas without their scale, the simplest first."""
     groups = _int_attr(module, "num_group", "n_group")
     kept = _int_attr(module, "topk_group")
@@ -288,7 +358,7 @@ def _router_variants(module: nn.Module, top_k: int, outputs: tuple[str, ...]):
         if score == "softmax_after_topk" and (renorm or g > 1):
             continue
 
-        yield functools.partial(_router, top_k, score, renorm, g, kg, by, mask, outputs)
+        yield functools.partial(_router, top_k, score, renorm, g, kg, by, mask, outputs, parts)
 
 
 def _router(
@@ -300,9 +370,10 @@ def _router(
     by: str,
     mask: str,
     outputs: tuple[str, ...],
+    parts: RouterParts,
     scale: float,
 ) -> Router:
-    return Router(top_k, score, renorm, scale, groups, kept, by, mask, outputs)
+    return Router(top_k, score, renorm, scale, groups, kept, by, mask, outputs, parts)
 
 
 def _int_attr(module: nn.Module, *names: str) -> int:
@@ -316,20 +387,22 @@ def _int_attr(module: nn.Module, *names: str) -> int:
 def _router_scale(
     twin: nn.Module,
     inputs: list[Tensor],
+    given: tuple[Tensor, ...],
     real: list[tuple[Tensor, Tensor]],
     variant: Callable[[float], Router],
 ) -> float | None:
     """The constant between the variant's weights and the real ones, None when there is none."""
-    experts, scales = _weight(twin).shape[0], []
+    plain = variant(1.0)
+    experts, scales = _at(twin, plain.parts.gate).shape[0], []
     for x, (ids, weights) in zip(inputs, real, strict=True):
-        mine = route_with(twin, x, variant(1.0))
+        mine = route_with(twin, x, plain, given)
         got, want = _dense(*mine, experts), _dense(ids, weights, experts)
         scale = float((got * want).sum() / (got * got).sum().clamp_min(1e-30))
         if _error(got * scale, want) > EXACT:
             return None
         scales.append(scale)
     scale = scales[0]
-    known = (1.0, getattr(twin, "routed_scaling_factor", 1.0))
+    known = [1.0, *(v for v in vars(twin).values() if isinstance(v, (int, float)))]
     near = [float(s) for s in known if abs(float(s) - scale) < 1e-4 * abs(scale)]
     return near[0] if near and max(scales) - min(scales) < 1e-4 * abs(scale) else None
 
@@ -338,7 +411,10 @@ def _dense(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     return torch.zeros(ids.shape[0], experts).scatter(1, ids.long(), weights.float())
 
 
-def route_with(module: nn.Module, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def route_with(
+    module: nn.Module, x: Tensor, router: Router, given: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """`leaf_ops.route` with the weights of a router module."""
-    bias, select = module._parameters.get("bias"), getattr(module, SELECT_BIAS, None)
-    return leaf_ops.route(x, _weight(module), bias, select, **router.formula())
+    gate, bias, select = router.parts.of(module, given)
+    assert gate is not None
+    return leaf_ops.route(x, gate, bias, select, **router.formula())

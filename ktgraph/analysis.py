@@ -33,6 +33,7 @@ from ktgraph.placement.lanes import (
 from ktgraph.placement.report import aligned
 from ktgraph.placement.schedule import critical_path, waiting_chain
 from ktgraph.runtime.arena import max_q, phase_sizes
+from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.flat import FlatWeight, flatten
 from ktgraph.runtime.weight_views import VIEWS
 from ktgraph.target import Target
@@ -342,7 +343,8 @@ def memory_analysis(
     """What a flat module takes.  `cache_rows`: by default every sequence's context in full."""
     options = options or CompileOptions()
     rows = cache_rows or options.cache_rows or options.context * options.max_batch
-    terms = [*_weight_terms(module), *_cache_terms(module, rows), *_value_terms(module, options)]
+    cache = _cache_terms(module, options, rows)
+    terms = [*_weight_terms(module), *cache, *_value_terms(module, options)]
     kept = [t for t in terms if t.nbytes > 0]
     return MemoryAnalysis(tuple(sorted(kept, key=lambda t: (t.device != module.home, -t.nbytes))))
 
@@ -378,16 +380,20 @@ def _is_view(module: Module, name: str, read: Mapping[str, object]) -> bool:
     return base.name in read and on_same and whole.encoding == weight.type.encoding
 
 
-def _cache_terms(module: Module, rows: int) -> list[MemoryTerm]:
+def _cache_terms(module: Module, options: CompileOptions, rows: int) -> list[MemoryTerm]:
     home = module.home or CPU
     func = next(iter(module.functions.values()), None)
+    args = func.args if func is not None else []
+    types = [a.type for a in args if isinstance(a.type, StateType)]
+    shape = CacheShape.of(types, module.dims, options, -(-rows // options.page_size))
     found: list[MemoryTerm] = []
-    for arg in func.args if func is not None else ():
+    for arg in args:
         if isinstance(arg.type, StateType):
-            sizes = {**module.dims, "C": rows}
+            kept = rows if arg.type.window is None else shape.rows_of(arg.type, module.dims)
+            sizes = {**module.dims, "C": kept}
             size = arg.type.layers.at(sizes) * sum(type_nbytes(p, sizes) for p in arg.type.parts)
             found.append(
-                MemoryTerm(arg.type.device or home, "kv", f"%{arg.name}, {rows} rows", size)
+                MemoryTerm(arg.type.device or home, "kv", f"%{arg.name}, {kept} rows", size)
             )
     return found
 

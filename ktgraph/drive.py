@@ -7,8 +7,9 @@ keep their rows in the same shuffled pages, and both give the logits of every to
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -115,10 +116,11 @@ class _LanguageModel:
         self.module = module
         self.interpreter = interpreter
         self.tables, pages = _page_tables(trace)
+        self.unwritten = pages  # a page for the blocks that a window has left behind
         self.past = dict.fromkeys(self.tables, 0)
         first = next(iter(module.functions.values()))
         kinds = [a.type for a in first.args if isinstance(a.type, StateType)]
-        self.states = [interpreter.new_state(k, pages * _PAGE) for k in kinds]
+        self.states = [interpreter.new_state(k, (pages + 1) * _PAGE) for k in kinds]
 
     def run(self, trace: Trace) -> list[torch.Tensor]:
         return [self._step(step) for step in trace]
@@ -133,8 +135,7 @@ class _LanguageModel:
     def _call(self, function: Function, step: Step) -> torch.Tensor:
         new = [len(tokens) for tokens in step.values()]
         past = [self.past[q] for q in step]
-        tables = [self.tables[q] for q in step]
-        batch = Batch.build(past, new, tables, _PAGE, out_rows=range(sum(new)))
+        batch = partial(self._batch, list(step), past, new)
         ids = torch.tensor([t for tokens in step.values() for t in tokens])
         results = self.interpreter.run(
             function.name, self._inputs(function, ids, batch), _sizes(new, past)
@@ -145,16 +146,32 @@ class _LanguageModel:
         logits = next(r for r in results if isinstance(r, torch.Tensor))
         return logits.reshape(-1, logits.shape[-1])
 
-    def _inputs(self, function: Function, ids: torch.Tensor, batch: Batch) -> list[Any]:
+    def _batch(self, seqs: list[int], past: list[int], new: list[int], kind: BatchType) -> Batch:
+        """The batch of a window: blocks before what the first new token sees lie nowhere."""
+        tables = [list(self.tables[q]) for q in seqs]
+        window = 0 if kind.window is None else kind.window.at(self.module.dims)
+        for table, count in zip(tables, past, strict=True):
+            gone = max(0, count - window + 1) // _PAGE if window else 0
+            table[:gone] = [self.unwritten] * gone
+        return Batch.build(past, new, tables, _PAGE, out_rows=range(sum(new)))
+
+    def _inputs(
+        self, function: Function, ids: torch.Tensor, batch: Callable[[BatchType], Batch]
+    ) -> list[Any]:
         states = iter(self.states)
         return [_argument(function, a.name, a.type, ids, batch, states) for a in function.args]
 
 
 def _argument(
-    function: Function, name: str, kind: object, ids: torch.Tensor, batch: Batch, states: Any
+    function: Function,
+    name: str,
+    kind: object,
+    ids: torch.Tensor,
+    batch: Callable[[BatchType], Batch],
+    states: Any,
 ) -> Any:
     if isinstance(kind, BatchType):
-        return batch
+        return batch(kind)
     if isinstance(kind, StateType):
         return next(states)
     if isinstance(kind, TensorType) and kind.dtype in ("i32", "i64") and kind.rank in (1, 2):

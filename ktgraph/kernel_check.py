@@ -18,10 +18,11 @@ import torch
 from ktgraph.drive import drive, is_language_model, make_trace, one_thread, vocabulary
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.interp import evaluate_attr
+from ktgraph.ir.types import BatchType
 from ktgraph.miniature import shrink
 from ktgraph.ops.registry import KernelDef, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions, PassContext, pass_class
-from ktgraph.runtime.cache import CacheShape, allocate_states
+from ktgraph.runtime.cache import CacheShape, allocate_states, window_of
 from ktgraph.runtime.executor import CallSizes, Executor
 from ktgraph.runtime.flat import FlatOp, FlatWeight, Slot
 from ktgraph.runtime.kernels_cpu import native_kernels
@@ -133,8 +134,8 @@ def _lockstep(small: Module, seed: int) -> list[KernelError]:
     plan = Plan.build(small)
     plan = Plan(small, tuple(_ByOp.of(p) for p in plan.phases))
     weights = WeightEvaluator(small, RandomSource(small, seed))
-    shape = CacheShape(_OPTIONS.page_size, _OPTIONS.context, _OPTIONS.context)
-    states = allocate_states(plan.states, small.dims, shape.rows)
+    shape = CacheShape.of(plan.states, small.dims, _OPTIONS, _OPTIONS.context)
+    states = allocate_states(plan.states, small.dims, shape)
     for part in (p for state in states for p in state.parts):
         part.fill_(float("nan"))  # rows that nobody wrote must not count, whatever memory held
     worst = _Worst({})
@@ -191,7 +192,8 @@ class _Lockstep(Executor):
             parts = self.states[argument_slots(phase)[1].index(argument)].parts
             return State(tuple(p.clone() for p in parts) if copy else parts)
         if slot.name not in phase.layouts.views:
-            return call.batch()
+            assert isinstance(slot.type, BatchType)
+            return call.batch(window_of(slot.type, {}))
         view = phase.layouts.view(slot)
         dtype = getattr(slot.type, "dtype", "f32")
         found = self.tensor(phase, TensorRef(dtype, view), {"T": call.tokens, "O": call.rows})

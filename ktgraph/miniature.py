@@ -22,7 +22,7 @@ LARGEST = 40_000_000  # weight elements that a validation run may hold
 # Sizes without special wishes; constraints are in `choose_sizes`.
 _PREFERRED: dict[str, int] = {
     "KG": 2, "K": 3, "NG": 4, "G": 5, "NS": 6, "J": 7, "N": 11, "V": 13, "R": 17, "RQ": 19,
-    "F": 23, "FS": 31, "I": 29, "D": 36, "VOC": 61,
+    "F": 23, "FS": 31, "I": 29, "D": 36, "VOC": 61, "W": 8,
 }  # fmt: skip
 _WIDTHS = ("F", "D", "I", "V", "FS", "R", "RQ", "N")  # may be made multiples of a block
 

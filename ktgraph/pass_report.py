@@ -12,8 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module
-from ktgraph.ir.parser import parse_module
+from ktgraph.ir.parser import parse_dim, parse_module
 from ktgraph.pass_api import Numerics, RuleEvent
 
 COLUMNS = (
@@ -130,9 +131,27 @@ class PassReport:
 
 
 def is_at_layer(event: RuleEvent, layer: int) -> bool:
-    """Whether an event's op line belongs to a layer; one inside a `repeat` belongs to each."""
-    here = rf"layers\[{layer}\]|layers\.{layer}\b|%l{layer}\.|\blayer = {layer}\b"
-    return re.search(here + r"|layers\[[a-z]\w*\]|\blayer = [a-z]", event.where) is not None
+    """Whether an event's op line belongs to a layer; one inside a `repeat` to each of its turns'.
+
+    The line names its layer in weights, in its place in the model, in a value's prefix, or in an
+    attribute; ``layers[2*i+1]`` stands for the odd ones.
+    """
+    found = _INDEX.findall(event.where)
+    indices = [parse_dim(next(filter(None, groups))) for groups in found]
+    if any(_takes(index, layer) for index in indices):
+        return True
+    prefix = "" if any(i.names for i in indices) else rf"|%l{layer}\."
+    return re.search(rf"layers\.{layer}\b{prefix}", event.where) is not None
+
+
+_INDEX = re.compile(r"layers\[([^\]\s]+)\]|layers\.\{([^}\s]+)\}|\blayer = ([^,}\s]+)")
+
+
+def _takes(index: Dim, layer: int) -> bool:
+    """Whether an index, linear in the turn of a repeat, takes this value at some turn."""
+    start = index.at(dict.fromkeys(index.names, 0))
+    step = index.at(dict.fromkeys(index.names, 1)) - start
+    return layer == start if step == 0 else (layer - start) % step == 0 and layer >= start
 
 
 def event_text(event: RuleEvent) -> str:

@@ -197,8 +197,9 @@ class Lowered:
     @property
     def layers(self) -> int:
         """Layers of the model: those its cache has rows for."""
-        values = [a.type for f in self.module.functions.values() for a in f.args]
-        return max((t.layers.const() for t in values if isinstance(t, StateType)), default=0)
+        values = [[a.type for a in f.args] for f in self.module.functions.values()]
+        states = [[t for t in types if isinstance(t, StateType)] for types in values]
+        return max((sum(t.layers.const() for t in found) for found in states), default=0)
 
     @property
     def target(self) -> Target:

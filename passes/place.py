@@ -29,7 +29,7 @@ from ktgraph.placement.decision import Decision, Run, Settings
 from ktgraph.placement.graph import CPU, STREAM, Assign, Region
 from ktgraph.placement.hot import Splitting, stack_key
 from ktgraph.placement.popularity import Popularity
-from ktgraph.placement.report import Row, layers_text, placement_text, rows_of
+from ktgraph.placement.report import Row, layers_of, layers_text, placement_text, rows_of
 from ktgraph.placement.rules import RULES_FILE, read_rules, split_where_rules_differ
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.target.description import round_size
@@ -293,7 +293,8 @@ def _expert_lines(decision: Decision) -> Iterator[str]:
                     what = "bytes" if device == STREAM else "choices expected"
                     share = f"{run.shares[site.number]:.0%} of {what}"
                     where = f"{where}, {run.slots[site.number]} hot ones on {home} ({share})"
-                at = "" if run.layers[0] is None else f" of layers {layers_text(run.layers)}"
+                layers = layers_of(site.op, run.layers)
+                at = "" if layers[0] is None else f" of layers {layers_text(layers)}"
                 yield f"@{region.func.name}: experts{at} {where}"
 
 

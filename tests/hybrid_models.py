@@ -135,7 +135,7 @@ def bind(
     evaluator = WeightEvaluator(module, RandomSource(module), cache_nbytes=0)
     weights = load_weights(plan.uses(), evaluator, 2, gpu=device.torch_device)
     places = {"cpu": torch.device("cpu"), plan.home: device.torch_device}
-    states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
+    states = allocate_states(plan.states, plan.module.dims, shape, places, plan.home)
     return Runner(GpuExecutor(plan, device, weights, states, shape, 2, **more))
 
 

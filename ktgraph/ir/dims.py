@@ -34,6 +34,8 @@ STANDARD_DIMS: dict[str, str] = {
     "R": "latent key/value rank (MLA)",
     "RQ": "latent query rank (MLA)",
     "HOT": "slots of a layer's hot experts on the GPU (HOT2 ... where layers differ)",
+    "FS": "shared expert width",
+    "W": "rows that a layer with a window looks back to, the token's own included",
 }
 SLOTS = "HOT"
 STANDARD_SYMS: dict[str, str] = {

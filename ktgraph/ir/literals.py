@@ -130,9 +130,11 @@ def _copy_types(results: Sequence[Value], args: Sequence[Value]) -> None:
 def _map_type(type: Type, change: DimMap, where: Where) -> Type:
     if isinstance(type, TensorType):
         return _map_tensor(type, change, where)
+    window = None if type.window is None else change(type.window, where)
     if isinstance(type, StateType):
-        return replace(type, parts=tuple(_map_tensor(p, change, where) for p in type.parts))
-    return type
+        parts = tuple(_map_tensor(p, change, where) for p in type.parts)
+        return replace(type, parts=parts, window=window)
+    return replace(type, window=window)
 
 
 def _map_tensor(type: TensorType, change: DimMap, where: Where) -> TensorType:

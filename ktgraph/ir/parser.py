@@ -22,7 +22,7 @@ from ktgraph.ir.graph import (
     Witness,
 )
 from ktgraph.ir.lexer import ParseError, Token, parse_error, tokenize
-from ktgraph.ir.types import BATCH, DTYPES, Encoding, StateType, TensorType, Type
+from ktgraph.ir.types import BATCH, DTYPES, BatchType, Encoding, StateType, TensorType, Type
 
 _Scope = dict[str, Value]
 X = TypeVar("X")
@@ -192,21 +192,40 @@ class Parser:
     # -- types ----------------------------------------------------------------------------------
     def type(self) -> Type:
         if self.take("batch"):
-            return BATCH
+            return self._batch()
         if self.take("kv"):
             return self._state()
         return self.tensor()
 
+    def _batch(self) -> BatchType:
+        if not self.take("("):
+            return BATCH
+        window = self._window()
+        self.expect(")")
+        return BatchType(window=window)
+
+    def _window(self) -> Dim:
+        self.expect("window")
+        self.expect("=")
+        return self.dim()
+
     def _state(self) -> StateType:
         self.expect("(")
-        parts = self.many(self._state_part, ")")
+        items = self.many(self._state_part, ")")
         self.expect(")")
+        parts = [item for item in items if isinstance(item, tuple)]
+        windows = [item for item in items if isinstance(item, Dim)]
         layers = {count for count, _ in parts}
         if len(layers) != 1:
             self.fail("every part of a kv type has the same number of layers")
-        return StateType(layers.pop(), tuple(p for _, p in parts), self._at_device())
+        if len(windows) > 1 or (windows and items[-1] is not windows[0]):
+            self.fail("a kv type has one window at most, behind its parts")
+        window = windows[0] if windows else None
+        return StateType(layers.pop(), tuple(p for _, p in parts), self._at_device(), window)
 
-    def _state_part(self) -> tuple[Dim, TensorType]:
+    def _state_part(self) -> tuple[Dim, TensorType] | Dim:
+        if self.sees("window"):
+            return self._window()
         count = self.dim()
         self.expect("x")
         return count, self.tensor()

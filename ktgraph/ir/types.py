@@ -82,38 +82,51 @@ class TensorType:
 
 @dataclass(frozen=True)
 class StateType:
-    """A linear cache, ``kv(L x f32[C, R+P])``: one `TensorType` per part, `layers` of each."""
+    """A linear cache, ``kv(L x f32[C, R+P])``: one `TensorType` per part, `layers` of each.
+
+    With a `window` only the last rows of a sequence are kept, as many as one token looks back to
+    (itself included); the cache then has pages of its own and is addressed by a `batch` of the
+    same window.
+    """
 
     layers: Dim
     parts: tuple[TensorType, ...]
     device: str | None = None
+    window: Dim | None = None
 
     def on(self, device: str | None) -> StateType:
         return replace(self, device=device)
 
     def subst(self, bindings: Mapping[str, Dim | int | str]) -> StateType:
         parts = tuple(p.subst(bindings) for p in self.parts)
-        return replace(self, layers=self.layers.subst(bindings), parts=parts)
+        window = None if self.window is None else self.window.subst(bindings)
+        return replace(self, layers=self.layers.subst(bindings), parts=parts, window=window)
 
     def __str__(self) -> str:
         dev = f"@{self.device}" if self.device else ""
-        return f"kv({', '.join(f'{self.layers} x {p}' for p in self.parts)}){dev}"
+        items = [f"{self.layers} x {p}" for p in self.parts]
+        items += [] if self.window is None else [f"window = {self.window}"]
+        return f"kv({', '.join(items)}){dev}"
 
 
 @dataclass(frozen=True)
 class BatchType:
-    """Which token belongs to which sequence, its position and its cache rows; opaque to passes."""
+    """Which token belongs to which sequence, its position and its cache rows; opaque to passes.
+
+    ``batch(window = W)`` has the rows of the caches of that window; all else is the same.
+    """
 
     device: str | None = field(default=None)
+    window: Dim | None = None
 
     def on(self, device: str | None) -> BatchType:
         return self  # the batch is present on every device
 
     def subst(self, bindings: Mapping[str, Dim | int | str]) -> BatchType:
-        return self
+        return self if self.window is None else replace(self, window=self.window.subst(bindings))
 
     def __str__(self) -> str:
-        return "batch"
+        return "batch" if self.window is None else f"batch(window = {self.window})"
 
 
 Type = TensorType | StateType | BatchType

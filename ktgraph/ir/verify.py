@@ -151,9 +151,8 @@ def _encodings_of(type: Type) -> list[Encoding]:
 def _dims_of(type: Type) -> list[Dim]:
     if isinstance(type, TensorType):
         return list(type.dims)
-    if isinstance(type, StateType):
-        return [d for p in type.parts for d in p.dims]
-    return []
+    parts = type.parts if isinstance(type, StateType) else ()
+    return [*(d for p in parts for d in p.dims), *([] if type.window is None else [type.window])]
 
 
 def _attr_dims(value: Attr) -> list[Dim]:

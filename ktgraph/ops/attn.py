@@ -20,11 +20,15 @@ def attend_sequence(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [t, H, A] over k [s, H, A], v [s, H, V] of one sequence; softmax in float32 or wider."""
+    """q [t, H, A] over k [s, H, A], v [s, H, V] of one sequence; softmax in float32 or wider.
+
+    k and v are the sequence's last s rows; `positions` of the t tokens count from its first.
+    """
     scores = torch.einsum("thd,shd->hts", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    rows = torch.arange(k.shape[0])
+    end = int(positions[-1]) + 1
+    rows = torch.arange(end - k.shape[0], end)
     seen = rows[None] <= positions[:, None]
     if window:
         seen &= rows[None] > positions[:, None] - window
@@ -67,7 +71,7 @@ def sdpa(
     flat = q.reshape(-1, *q.shape[-2:])
     out: list[torch.Tensor] = []
     for sequence in range(batch.sequences):
-        span, rows = batch.span(sequence), batch.rows(sequence)
+        span, rows = batch.span(sequence), batch.rows(sequence, window)
         share = flat.shape[1] // kv.parts[0].shape[2]
         k = kv.read(0, layer, rows).to(q.dtype).repeat_interleave(share, dim=1)
         v = kv.read(1, layer, rows).to(q.dtype).repeat_interleave(share, dim=1)

@@ -89,6 +89,8 @@ class Signature:
                 found.dims.setdefault(key, value)
         for label, pattern, dim in late:
             _bind_expression(label, pattern, dim, found)
+        appends = any(isinstance(r, str) for r in self.results)
+        _check_windows([t for _, t in pairs], None if appends else attrs)
         return found
 
     def _pairs(self, types: Sequence[Type | None]) -> list[tuple[Param, Type]]:
@@ -174,6 +176,24 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _check_kind(param: AttrParam, value: Attr) -> None:
     if not isinstance(value, _KINDS[param.kind]):
         raise SignatureError(f"attribute {param.name} is a {param.kind}, got {value!r}")
+
+
+def _check_windows(types: Sequence[Type], reader: Mapping[str, Attr] | None) -> None:
+    """A cache is addressed by the batch of its own window, and looked back into no further.
+
+    reader: the attributes of an op that reads the cache, None for one that appends.
+    """
+    states = [t for t in types if isinstance(t, StateType)]
+    batches = [t for t in types if isinstance(t, BatchType)]
+    for state, batch in zip(states, batches, strict=False):
+        if state.window != batch.window:
+            raise SignatureError(f"{state} is addressed by a batch of its own window, got {batch}")
+        back = None if reader is None else reader.get("window", Dim.of(0))
+        if state.window is not None and back is not None and back != state.window:
+            raise SignatureError(
+                f"the cache keeps the last {state.window} rows, and the op looks back {back} "
+                "(0: over all rows)"
+            )
 
 
 def _bind_operand(

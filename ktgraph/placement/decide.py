@@ -10,6 +10,7 @@ from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Function, Module
 from ktgraph.ir.types import Encoding, StateType, TensorType
+from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.decision import Decision, Run, Settings, Term
 from ktgraph.placement.graph import (
     CPU,
@@ -51,6 +52,7 @@ from ktgraph.placement.rules import (
     rule_encodings,
 )
 from ktgraph.runtime.arena import phase_sizes, plan_arena
+from ktgraph.runtime.cache import CacheShape
 from ktgraph.target import Target
 from ktgraph.target.description import round_size
 from ktgraph.weights.encodings import parse_encoding
@@ -272,7 +274,8 @@ def _base_terms(
 ) -> list[Term]:
     """What lies at home besides matrices: cache, activations, workspace, vectors."""
     home = machine.home
-    terms = [Term(home, "kv", f"cache of {rows} rows", cache_nbytes(module, rows))]
+    cache = cache_nbytes(module, settings.options, rows)
+    terms = [Term(home, "kv", f"cache of {rows} rows", cache)]
     arenas = [
         float(plan_arena(module, f, phase_sizes(f, settings.options)).nbytes)
         for f in module.functions.values()
@@ -295,15 +298,20 @@ def _base_terms(
     return [t for t in terms if t.nbytes > 0]
 
 
-def cache_nbytes(module: Module, rows: int) -> float:
-    """Bytes of the caches that the first function takes, at `rows` rows a layer."""
+def cache_nbytes(module: Module, options: CompileOptions, rows: int) -> float:
+    """Bytes of the caches that the first function takes, at `rows` rows a layer.
+
+    Caches of a window take what that many rows can need of it.
+    """
     func = next(iter(module.functions.values()), None)
+    args = func.args if func is not None else []
+    types = [a.type for a in args if isinstance(a.type, StateType)]
+    shape = CacheShape.of(types, module.dims, options, -(-rows // options.page_size))
     total = 0.0
-    for arg in func.args if func is not None else ():
-        if isinstance(arg.type, StateType):
-            sizes = {**module.dims, "C": rows}
-            layers = arg.type.layers.at(sizes)
-            total += layers * sum(type_nbytes(p, sizes) for p in arg.type.parts)
+    for type in types:
+        kept = rows if type.window is None else shape.rows_of(type, module.dims)
+        sizes = {**module.dims, "C": kept}
+        total += type.layers.at(sizes) * sum(type_nbytes(p, sizes) for p in type.parts)
     return total
 
 

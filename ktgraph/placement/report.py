@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ktgraph.ir.graph import Op
 from ktgraph.placement.decision import Decision, Run, Term
 from ktgraph.placement.graph import CPU, ON_HOST, STREAM, Region, Site
 from ktgraph.target.description import round_size
@@ -72,7 +73,7 @@ def _row(decision: Decision, region: Region, run: Run, site: Site) -> Row:
         site.number,
         f"@{region.func.name} {names}",
         site.op.name,
-        layers_text(run.layers),
+        layers_text(layers_of(site.op, run.layers)),
         site.cost.intensity,
         at.ridge(dtype),
         site.cost.bound(target, runs_on, fallback=True),
@@ -152,11 +153,28 @@ def _why(
     return "least critical path"
 
 
+def layers_of(op: Op, turns: Sequence[int | None]) -> Sequence[int | None]:
+    """The layers that an op belongs to at these turns of its repeat: those of its weights.
+
+    Where layers alternate, a turn is a group of them: ``@layers[2*i+1].experts``.
+    """
+    index = next((r.index for r in op.weights if r.index is not None and r.index.names), None)
+    if index is None:
+        return turns
+    return [None if t is None else index.at(dict.fromkeys(index.names, t)) for t in turns]
+
+
 def layers_text(layers: Sequence[int | None]) -> str:
-    """``1..9``, ``4``, or ``-`` outside repeats."""
-    if layers[0] is None:
+    """``1..9``, ``4``, ``0, 2 .. 22``, or ``-`` outside repeats."""
+    first, last = layers[0], layers[-1]
+    if first is None or last is None:
         return "-"
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
+    if len(layers) == 1:
+        return str(first)
+    step = (last - first) // (len(layers) - 1)
+    if step == 1:
+        return f"{first}..{last}"
+    return f"{first}, {last}" if len(layers) == 2 else f"{first}, {first + step} .. {last}"
 
 
 def placement_text(decision: Decision, rows: Sequence[Row]) -> str:
@@ -221,4 +239,4 @@ def aligned(
     return lines
 
 
-__all__ = ["Row", "aligned", "layers_text", "placement_text", "rows_of"]
+__all__ = ["Row", "aligned", "layers_of", "layers_text", "placement_text", "rows_of"]

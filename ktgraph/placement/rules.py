@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,8 +27,10 @@ from typing import Any, cast
 import yaml
 
 from ktgraph.errors import UnsupportedInputError
+from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Block, Function, Module, Op, WeightRef
 from ktgraph.ir.lexer import ParseError
+from ktgraph.ir.parser import parse_dim
 from ktgraph.ir.repeats import split_repeat_at
 from ktgraph.ir.types import Encoding
 from ktgraph.ops.registry import op_def
@@ -219,15 +221,30 @@ def _sites(
 
 
 def _names(module: Module, op: Op, index: str, layer: int | None) -> tuple[str, ...]:
+    """Names of an op at one turn of its repeat: of values, of the module, of its weights."""
+    bound = {} if layer is None else {index: layer}
     names = [r.name for r in op.results]
     if op.loc:
-        names.append(op.loc)
-    for ref in op.weights:
+        names.append(_with_numbers(op.loc, bound))
+    for ref in (_member(r, bound) for r in op.weights):
         names += [str(ref)[1:], *_origins(module, ref)]
-    if layer is not None:
-        names = [n.replace(f"[{index}]", f"[{layer}]") for n in names]
-        names = [n.replace(f"{{{index}}}", str(layer)) for n in names]
     return tuple(dict.fromkeys(names))
+
+
+def _member(ref: WeightRef, bound: Mapping[str, int]) -> WeightRef:
+    if ref.index is None or not ref.index.names <= bound.keys():
+        return ref
+    return WeightRef(ref.name, Dim.of(ref.index.at(bound)))
+
+
+def _with_numbers(path: str, bound: Mapping[str, int]) -> str:
+    """``model.layers.{2*i+1}.mlp`` at i = 3: ``model.layers.7.mlp``."""
+
+    def number(found: re.Match[str]) -> str:
+        index = parse_dim(found[1])
+        return str(index.at(bound)) if index.names <= bound.keys() else found[0]
+
+    return re.sub(r"\{([^{}]*)\}", number, path)
 
 
 def _origins(module: Module, ref: WeightRef) -> Iterator[str]:
@@ -235,11 +252,13 @@ def _origins(module: Module, ref: WeightRef) -> Iterator[str]:
     weight = module.weights.get(ref.name)
     if weight is None:
         return
+    is_member = weight.is_family and ref.index is not None and ref.index.is_const
+    bound = {weight.var: ref.index.const()} if is_member and ref.index is not None else {}
     if weight.source is not None:
-        yield weight.source
+        yield _with_numbers(weight.source, bound)
     for arg in weight.recipe.args if weight.recipe is not None else ():
-        yield str(arg)[1:]
-        yield from _origins(module, arg)
+        yield str(_member(arg, bound))[1:]
+        yield from _origins(module, _member(arg, bound))
 
 
 def match_rules(

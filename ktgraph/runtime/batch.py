@@ -69,9 +69,13 @@ class Batch:
         page = self.block_table[self.tok_seq.long(), pos // self.page_size].long()
         return page * self.page_size + pos % self.page_size
 
-    def rows(self, sequence: int) -> torch.Tensor:
-        """Cache rows of a sequence in order of position, int64[kv_len]."""
-        pos = torch.arange(int(self.kv_len[sequence]))
+    def rows(self, sequence: int, window: int = 0) -> torch.Tensor:
+        """Cache rows of a sequence in order of position, int64[kv_len].
+
+        With a window only those that its new tokens look back to: older ones may be gone.
+        """
+        first = int(self.tok_pos[self.seq_start[sequence]]) if window else 0
+        pos = torch.arange(max(0, first - window + 1) if window else 0, int(self.kv_len[sequence]))
         return self.block_table[sequence, pos // self.page_size].long() * self.page_size + (
             pos % self.page_size
         )

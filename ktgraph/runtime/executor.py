@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,13 +17,28 @@ from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.batch import Batch
-from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
 from ktgraph.runtime.flat import Slot, View
 from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.native import Addresses, native_operand, native_state
-from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
+from ktgraph.runtime.operands import (
+    BatchUse,
+    Instruction,
+    OperandRef,
+    StateUse,
+    TensorRef,
+    WeightUse,
+)
 from ktgraph.runtime.packed import LoadedWeights
-from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, kernel_of, op_line
+from ktgraph.runtime.plan import (
+    PhasePlan,
+    Plan,
+    argument_slots,
+    batch_windows,
+    ids_slot,
+    kernel_of,
+    op_line,
+)
 from ktgraph.runtime.router_counts import RouterCounts, is_route
 from ktgraph.runtime.steps import StepArrays
 
@@ -37,8 +53,8 @@ class CallSizes:
 
     tokens: int
     rows: int
-    native: Any  # the engine's Batch, None without native code
-    batch: Callable[[], Batch]  # the torch form, made only when a Python kernel wants it
+    native: Mapping[int, Any]  # the engine's Batch of each window; empty without native code
+    batch: Callable[[int], Batch]  # the torch form, made only when a Python kernel wants it
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,8 @@ class Executor:
         self.engine: Any = start_engine(threads) if needs_native else None
         self._phases = {p.name: _BoundPhase(self, p, p.segments) for p in plan.phases}
         self._ports: dict[str, _Port] = {}  # of phases of a causal language model
-        self._batch = _native_batch() if needs_native else None
+        windows = (0, *(w for w, _ in shape.windows))
+        self._batches = {w: _native_batch() for w in windows if needs_native}
 
     @property
     def threads(self) -> int:
@@ -100,12 +117,10 @@ class Executor:
         return logits_as_f32(port.logits[: step.rows])
 
     def _run_step(self, phase: str, step: StepArrays) -> None:
-        if self._batch is not None:
-            step.give_to(self._batch)
-        page_size = self.shape.page_size
-        self.run(
-            phase, CallSizes(step.tokens, step.rows, self._batch, lambda: step.as_batch(page_size))
-        )
+        for window, batch in self._batches.items():
+            step.give_to(batch, window)
+        torch_batch = partial(step.as_batch, self.shape.page_size)
+        self.run(phase, CallSizes(step.tokens, step.rows, self._batches, torch_batch))
 
     def call_tensors(
         self, phase: str, inputs: Sequence[torch.Tensor], step: StepArrays
@@ -182,7 +197,7 @@ class Executor:
         type = use.slot.type
         assert isinstance(type, StateType)
         parts = self.state(phase, use).parts
-        pages, size = self.shape.pages, self.shape.page_size
+        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
         return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
     def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
@@ -249,9 +264,10 @@ class _BoundPhase:
         plan = self._native_plan(part)
         self._native[number] = plan
         start = plan.run
+        window = _window(part)
 
         def native(call: CallSizes) -> None:
-            start(call.tokens, call.rows, call.native)
+            start(call.tokens, call.rows, call.native[window])
 
         return native
 
@@ -307,7 +323,8 @@ class _BoundPhase:
             return self.executor.weights.value(ref)
         if isinstance(ref, StateUse):
             return self.executor.state(self.phase, ref)
-        return call.batch()
+        assert isinstance(ref, BatchUse)
+        return call.batch(ref.window)
 
     def run_timed(self, call: CallSizes, trace: list[TraceEvent]) -> None:
         """Run, and append one event for each instruction."""
@@ -321,11 +338,17 @@ class _BoundPhase:
 
     def _timed(self, number: int, call: CallSizes) -> list[float]:
         if number in self._native:
-            found: list[float] = self._native[number].run_timed(call.tokens, call.rows, call.native)
+            batch = call.native[_window(self.parts[number])]
+            found: list[float] = self._native[number].run_timed(call.tokens, call.rows, batch)
             return found
         start = time.perf_counter()
         self.segments[number](call)
         return [time.perf_counter() - start]
+
+
+def _window(part: Sequence[Instruction]) -> int:
+    """The window of the one batch that a native segment may read."""
+    return max(batch_windows(part), default=0)
 
 
 class _CountingPhase(_BoundPhase):

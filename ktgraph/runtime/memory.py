@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.graph import GPU_WORKSPACE
-from ktgraph.runtime.cache import CacheShape, row_nbytes
+from ktgraph.runtime.cache import CacheShape, row_nbytes, window_of
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes
 from ktgraph.runtime.native import CallBounds, NativeOperandError, Trial
 from ktgraph.runtime.operands import WeightUse
@@ -72,7 +73,7 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     kv = cache.sequence_rows
     terms = [
         *_weight_terms(plan.loaded()),
-        *_cache_terms(plan, cache.rows),
+        *_cache_terms(plan, cache),
         *(
             Term("activations", f"arena for {_tokens(plan)} tokens a call", nbytes, device)
             for device in dict.fromkeys(("cpu", plan.home))
@@ -94,13 +95,13 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     return MemoryNeed(tuple(sorted(terms, key=lambda t: -t.nbytes)))
 
 
-def _cache_terms(plan: Plan, rows: int) -> list[Term]:
+def _cache_terms(plan: Plan, cache: CacheShape) -> list[Term]:
     found: list[Term] = []
     for type in plan.states:
         row = row_nbytes([type], plan.module.dims)
-        found.append(
-            Term("cache", f"{rows} rows of {row} bytes", rows * row, type.device or plan.home)
-        )
+        window, rows = window_of(type, plan.module.dims), cache.rows_of(type, plan.module.dims)
+        name = f"{rows} rows of {row} bytes" + (f", window {window}" if window else "")
+        found.append(Term("cache", name, rows * row, type.device or plan.home))
     return found
 
 
@@ -151,17 +152,19 @@ def choose_cache(
     that cannot hold it is refused by `check_memory` and not cut short silently.
     """
     size = options.page_size
+    shape = partial(CacheShape.of, plan.states, plan.module.dims, options)
     if options.cache_rows is not None:
-        return CacheShape(size, max(1, -(-options.cache_rows // size)), options.context)
+        return shape(max(1, -(-options.cache_rows // size)))
     one = -(-options.context // size)
-    least = memory_need(plan, CacheShape(size, one, options.context), threads)
     pages = one * options.max_batch
-    for device in {t.device for t in least.terms if t.kind == "cache"}:
-        need = least.on(device)
+    need = memory_need(plan, shape(pages), threads)  # caches of windows hardly depend on the pages
+    for device in need.devices:
+        whole = [t for t in plan.states if t.window is None and (t.device or plan.home) == device]
+        page = row_nbytes(whole, plan.module.dims) * size
         share = _HEADROOM if device == "cpu" else 1.0
-        room = int(available[device] * share) - (need.total - need.of("cache"))
-        pages = min(pages, room * one // max(1, need.of("cache")))
-    return CacheShape(size, max(one, pages), options.context)
+        room = int(available[device] * share) - (need.on(device).total - pages * page)
+        pages = min(pages, room // page) if page else pages
+    return shape(max(one, pages))
 
 
 def check_memory(need: MemoryNeed, available: Mapping[str, int]) -> None:

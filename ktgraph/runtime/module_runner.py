@@ -148,7 +148,7 @@ class ModuleRunner:
 
     def _call(self, inputs: Sequence[Tensor], tokens: int) -> list[Tensor]:
         self._step.begin()
-        self._step.add(0, tokens, np.arange(self._step.table.shape[1], dtype=np.int32))
+        self._step.add(0, tokens, np.arange(self._step.table().shape[1], dtype=np.int32))
         self._step.want(0)
         return self.executor.call_tensors(self.name, inputs, self._step)
 

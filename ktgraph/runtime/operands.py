@@ -9,8 +9,9 @@ from typing import Any, Literal
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, WeightRef
 from ktgraph.ir.interp import evaluate_attr
-from ktgraph.ir.types import DTYPES, TensorType
+from ktgraph.ir.types import DTYPES, BatchType, TensorType
 from ktgraph.ops.registry import op_def
+from ktgraph.runtime.cache import window_of
 from ktgraph.runtime.flat import FlatOp, FlatWeight, Layouts, Slot, View
 from ktgraph.weights.encodings import Tile
 
@@ -87,7 +88,9 @@ class StateUse:
 
 @dataclass(frozen=True)
 class BatchUse:
-    """The batch of the call."""
+    """The batch of the call; `window`: with the tables of the caches of that window."""
+
+    window: int = 0
 
 
 OperandRef = TensorRef | WeightUse | StateUse | BatchUse | None
@@ -146,7 +149,8 @@ class Operands:
             return TensorRef(slot.type.dtype, self.layouts.view(slot))
         if slot.name in self.layouts.states:
             return StateUse(self.layouts.states[slot.name], slot)
-        return BatchUse()
+        assert isinstance(slot.type, BatchType)
+        return BatchUse(window_of(slot.type, self.module.dims))
 
     def weight(self, position: int, form: WeightForm) -> OperandRef:
         """A weight in a form; an operand that is a value is given as it is."""

@@ -8,7 +8,7 @@ the fallback `torch.reference`, ends a segment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,10 +56,14 @@ class PhasePlan:
 
     @property
     def segments(self) -> list[tuple[Instruction, ...]]:
-        """Runs of native instructions, and single calls of Python kernels."""
+        """Runs of native instructions, and single calls of Python kernels.
+
+        A run holds one batch: instructions with the batch of another window begin the next one.
+        """
         found: list[list[Instruction]] = []
         for item in self.instructions:
-            if found and item.is_native and found[-1][-1].is_native:
+            fits = found and item.is_native and found[-1][-1].is_native
+            if fits and len(batch_windows([*found[-1], item])) <= 1:
                 found[-1].append(item)
             else:
                 found.append([item])
@@ -154,6 +158,11 @@ class Plan:
     def text(self) -> str:
         """Every instruction with its operands' places: the file plan.txt of a dump."""
         return "\n".join(line for phase in self.phases for line in _phase_lines(phase)) + "\n"
+
+
+def batch_windows(items: Sequence[Instruction]) -> set[int]:
+    """Windows of the batches that instructions read; 0: of caches with every row."""
+    return {o.window for i in items for o in i.operands if isinstance(o, BatchUse)}
 
 
 def is_on_gpu(module: Module) -> bool:
@@ -322,7 +331,7 @@ def ids_slot(phase: PhasePlan) -> Slot:
     """The token ids of a causal language model; raises PlanError for anything else."""
     tensors, states, batches = argument_slots(phase)
     ids = [s for s in tensors if isinstance(s.type, TensorType) and s.type.dtype in ("i32", "i64")]
-    if len(tensors) == len(ids) == len(batches) == 1 and states:
+    if len(tensors) == len(ids) == 1 and batches and states:
         return ids[0]
     shown = ", ".join(f"%{a.name}: {a.type}" for a in phase.flat.args)
     raise PlanError(
@@ -337,6 +346,7 @@ __all__ = [
     "PlanError",
     "TensorRef",
     "argument_slots",
+    "batch_windows",
     "ids_slot",
     "instructions_of",
     "is_on_gpu",

@@ -21,7 +21,13 @@ from ktgraph.ir.interp import Interpreter, WeightProvider
 from ktgraph.ir.types import BatchType, StateType, TensorType
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.arena import PhaseSizes, PlanError, max_q, phase_sizes
-from ktgraph.runtime.cache import CacheShape, InPlaceState, SequenceTable, allocate_states
+from ktgraph.runtime.cache import (
+    CacheShape,
+    InPlaceState,
+    SequenceTable,
+    allocate_states,
+    window_of,
+)
 from ktgraph.runtime.executor import Executor, TraceEvent, chrome_trace
 from ktgraph.runtime.gpu.adaptation import Adaptation
 from ktgraph.runtime.gpu.cuda import CudaDevice
@@ -60,7 +66,8 @@ class PagedRunner(ABC):
         self._lock = Lock()
         width = shape.pages_for(shape.sequence_rows)
         rows = max(p.rows for p in phases.values())
-        self._step = StepArrays(self.max_tokens, self.max_batch, rows, width)
+        windows = [w for w, _ in shape.windows]
+        self._step = StepArrays(self.max_tokens, self.max_batch, rows, width, windows)
 
     @property
     def context(self) -> int:
@@ -181,10 +188,14 @@ class PagedRunner(ABC):
         step = self._step
         step.begin()
         ids: list[int] = []
+        spans: dict[int, tuple[int, int]] = {}
+        for piece in pieces:
+            seq = requests[piece.request][0]
+            spans[seq] = (before[seq] + piece.start, before[seq] + piece.stop)
+        self.sequences.advance(spans)
         for piece in pieces:
             seq, tokens = requests[piece.request]
-            table = self.sequences[seq].table
-            step.add(before[seq] + piece.start, piece.tokens, table)
+            step.add(spans[seq][0], piece.tokens, *self.sequences[seq].tables)
             ids += tokens if piece.tokens == len(tokens) else tokens[piece.start : piece.stop]
             if piece.is_last and not all_rows:
                 step.want(step.tokens - 1)
@@ -243,7 +254,7 @@ class Runner(PagedRunner):
         if device is not None:
             places[plan.home] = device.torch_device
         weights = weights.with_views(plan.views)
-        states = allocate_states(plan.states, plan.module.dims, shape.rows, places, plan.home)
+        states = allocate_states(plan.states, plan.module.dims, shape, places, plan.home)
         if device is None:
             return Runner(Executor(plan, weights, states, shape, threads))
         return Runner(GpuExecutor(plan, device, weights, states, shape, threads))
@@ -420,14 +431,14 @@ class InterpreterRunner(PagedRunner):
     ) -> None:
         size = options.page_size
         rows = options.cache_rows or options.max_batch * options.context
-        shape = CacheShape(size, max(1, -(-rows // size)), options.context)
+        first = next(iter(module.functions.values()))
+        types = [a.type for a in first.args if isinstance(a.type, StateType)]
+        shape = CacheShape.of(types, module.dims, options, max(1, -(-rows // size)))
         functions = module.functions.values()
         phases = {f.name: _limits(phase_sizes(f, options), max_q(f)) for f in functions}
         super().__init__(module, shape, phases)
         self._interpreter = Interpreter(module, weights, dtype)
-        first = next(iter(module.functions.values()))
-        types = [a.type for a in first.args if isinstance(a.type, StateType)]
-        states = [self._interpreter.new_state(t, shape.rows) for t in types]
+        states = [self._interpreter.new_state(t, shape.rows_of(t, module.dims)) for t in types]
         self._states = [InPlaceState(s.parts) for s in states]
 
     def _call(self, phase: str, ids: list[int]) -> Tensor:
@@ -439,7 +450,7 @@ class InterpreterRunner(PagedRunner):
 
     def _argument(self, type: object, ids: list[int], states: Any) -> Any:
         if isinstance(type, BatchType):
-            return self._step.as_batch(self.page_size)
+            return self._step.as_batch(self.page_size, window_of(type, self.module.dims))
         if isinstance(type, StateType):
             return next(states)
         wanted = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktgraph.runtime.batch import Batch
@@ -61,22 +62,33 @@ def schedule(lengths: Sequence[int], limits: CallLimits, all_rows: bool) -> Iter
 
 
 class StepArrays:
-    """Preallocated i32 arrays of a call; they are written anew for each one."""
+    """Preallocated i32 arrays of a call; they are written anew for each one.
 
-    def __init__(self, tokens: int, batch: int, rows: int, table_width: int) -> None:
+    windows: tables[0] is for caches of every row, the others for those of the windows in order.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        batch: int,
+        rows: int,
+        table_width: int,
+        windows: Sequence[int] = (),
+    ) -> None:
+        self.windows = (0, *windows)
         self.tok_seq = np.zeros(tokens, np.int32)
         self.tok_pos = np.zeros(tokens, np.int32)
         self.seq_start = np.zeros(batch + 1, np.int32)
         self.kv_len = np.zeros(batch, np.int32)
-        self.table = np.zeros((batch, table_width), np.int32)
+        self.tables = [np.zeros((batch, table_width), np.int32) for _ in self.windows]
         self.out_rows = np.zeros(rows, np.int32)
         self.tokens = self.sequences = self.rows = 0
 
     def begin(self) -> None:
         self.tokens = self.sequences = self.rows = 0
 
-    def add(self, past: int, count: int, table: Ints) -> None:
-        """`count` tokens behind the `past` rows of one sequence."""
+    def add(self, past: int, count: int, *tables: Ints) -> None:
+        """`count` tokens behind the `past` rows of one sequence; a table for each window."""
         t, q = self.tokens, self.sequences
         end = t + count
         if count == 1:
@@ -85,7 +97,8 @@ class StepArrays:
             self.tok_seq[t:end] = q
             self.tok_pos[t:end] = np.arange(past, past + count)
         self.kv_len[q] = past + count
-        self.table[q] = table
+        for mine, given in zip(self.tables, tables, strict=True):
+            mine[q] = given
         self.seq_start[q + 1] = end
         self.tokens, self.sequences = end, q + 1
 
@@ -98,19 +111,23 @@ class StepArrays:
         self.rows = self.tokens
         self.out_rows[: self.rows] = np.arange(self.rows)
 
-    def give_to(self, native: Any) -> None:
-        """Copy the arrays of this call into the engine's batch."""
+    def table(self, window: int = 0) -> npt.NDArray[np.int32]:
+        """Pages [sequences of the largest call, width] of the caches of a window."""
+        return self.tables[self.windows.index(window)]
+
+    def give_to(self, native: Any, window: int = 0) -> None:
+        """Copy the arrays of this call into the engine's batch, with the table of a window."""
         t, q = self.tokens, self.sequences
         native.set(
             self.tok_seq[:t],
             self.tok_pos[:t],
             self.seq_start[: q + 1],
             self.kv_len[:q],
-            self.table[:q],
+            self.table(window)[:q],
             self.out_rows[: self.rows],
         )
 
-    def as_batch(self, page_size: int) -> Batch:
+    def as_batch(self, page_size: int, window: int = 0) -> Batch:
         """The torch form; it shares memory with the arrays."""
         t, q = self.tokens, self.sequences
         return Batch(
@@ -118,7 +135,7 @@ class StepArrays:
             torch.as_tensor(self.tok_pos[:t]),
             torch.as_tensor(self.seq_start[: q + 1]),
             torch.as_tensor(self.kv_len[:q]),
-            torch.as_tensor(self.table[:q]),
+            torch.as_tensor(self.table(window)[:q]),
             page_size,
             torch.as_tensor(self.out_rows[: self.rows]),
         )

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 from placed_models import FRONT, context, v2_lite
 
+from ktgraph.ir.parser import parse_module
 from ktgraph.ir.types import Encoding
 from ktgraph.ir.verify import verify
+from ktgraph.pass_api import RuleEvent
+from ktgraph.pass_report import is_at_layer
+from ktgraph.placement.report import layers_of, layers_text
 from ktgraph.placement.rules import RuleError, match_rules, parse_rules, read_rules
 
 GOOD = r"""
@@ -126,3 +130,38 @@ def test_the_cache_lies_on_one_device(tmp_path: Path) -> None:
     module = v2_lite(f"{FRONT},place,insert-copies", context(rules=str(file)))
     verify(module)
     assert all(a.type.device == "cpu" for a in module.functions["decode"].args if a.name == "kv")
+
+
+PAIRS = """\
+ktgraph.ir 1
+module @pairs
+dim D = 12
+sym T in 1..64
+weight @layers[i in 0..3].w : f32[D, D] from "model.layers.{i}.w"
+
+func @main(%x: f32[T, D]) -> (f32[T, D]) {
+  %x.n = repeat i in 0..1 (%x.i = %x) {
+    %a = nn.linear %x.i, @layers[2*i].w : f32[T, D] loc "model.layers.{2*i}"
+    %b = nn.linear %a, @layers[2*i+1].w : f32[T, D] loc "model.layers.{2*i+1}"
+    yield %b
+  } : f32[T, D]
+  return %x.n
+}
+"""
+
+
+def test_layers_that_alternate_go_by_their_own_numbers() -> None:
+    """A turn of the repeat is a pair of layers; rules, reports and questions name the layer."""
+    module = parse_module(PAIRS)
+    for name in (r"^model\.layers\.3$", r"^layers\[3\]\.w$", r"^model\.layers\.3\.w$"):
+        rules = parse_rules(f"- match: {{name: '{name}'}}\n  replace: {{device: cpu}}", "r.yaml")
+        held = match_rules(module, rules)
+        assert [(op.results[0].name, turn) for op, turn in held] == [("b", 1)]
+    first, second = (op for op in module.walk() if op.name == "nn.linear")
+    assert layers_text(layers_of(first, [0, 1])) == "0, 2"
+    assert layers_text(layers_of(second, [0, 1, 2])) == "1, 3 .. 5"
+    for layer, wanted in ((2, first), (3, second)):
+        found = [
+            o for o in (first, second) if is_at_layer(RuleEvent("r", "matched", str(o)), layer)
+        ]
+        assert found == [wanted]

@@ -12,7 +12,7 @@ import torch
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
-from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
@@ -73,7 +73,8 @@ class GpuExecutor:
         self.mailboxes = Mailboxes(
             device, self.engine, sum(len(p.boxes) for p in self.parts.values())
         )
-        self._inputs = Inputs(device, self._most(), shape.pages_for(shape.sequence_rows))
+        width, windows = shape.pages_for(shape.sequence_rows), [w for w, _ in shape.windows]
+        self._inputs = Inputs(device, self._most(), width, windows)
         self._arguments = {p.name: self._staged(p) for p in plan.phases}
         first = 0
         self._phases: dict[str, BoundPhase] = {}
@@ -247,7 +248,7 @@ class GpuExecutor:
         type = use.slot.type
         assert isinstance(type, StateType)
         parts = self.state(phase, use).parts
-        pages, size = self.shape.pages, self.shape.page_size
+        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
         return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -28,14 +29,17 @@ class Sizes:
 class Inputs:
     """i32 arrays at fixed addresses, so that a captured graph reads each call's own."""
 
-    def __init__(self, device: GpuDevice, most: Sizes, table_width: int) -> None:
+    def __init__(
+        self, device: GpuDevice, most: Sizes, table_width: int, windows: Sequence[int] = ()
+    ) -> None:
+        self.windows = (0, *windows)
         shapes = {
             "ids": (most.tokens,),
             "tok_seq": (most.tokens,),
             "tok_pos": (most.tokens,),
             "seq_start": (most.sequences + 1,),
             "kv_len": (most.sequences,),
-            "block_table": (most.sequences, table_width),
+            **{_table(w): (most.sequences, table_width) for w in self.windows},
             "out_rows": (most.rows,),
         }
         starts: dict[str, int] = {}
@@ -68,26 +72,38 @@ class Inputs:
         self._write("tok_pos", step.tok_pos[:t])
         self._write("seq_start", step.seq_start[: q + 1])
         self._write("kv_len", step.kv_len[:q])
-        self._write("block_table", step.table[:q])
+        for window in self.windows:
+            self._write(_table(window), step.table(window)[:q])
         self._write("out_rows", step.out_rows[: step.rows])
 
     def _write(self, name: str, values: Ints) -> None:
         self._host[name][: len(values)] = values
 
-    def batch(self, sizes: Sizes, page_size: int, max_new: int, max_kv: int) -> DeviceBatch:
-        """The arrays of a call of these sizes, on the GPU."""
+    def batches(
+        self, sizes: Sizes, page_size: int, max_new: int, max_kv: int
+    ) -> dict[int, DeviceBatch]:
+        """The batch of each window in a call of these sizes, on the GPU."""
+        whole = self._batch(sizes, page_size, max_new, max_kv)
+        tables = {w: self._gpu[_table(w)][: sizes.sequences] for w in self.windows}
+        return {w: replace(whole, block_table=table) for w, table in tables.items()}
+
+    def _batch(self, sizes: Sizes, page_size: int, max_new: int, max_kv: int) -> DeviceBatch:
         t, q = sizes.tokens, sizes.sequences
         return DeviceBatch(
             tok_seq=self._gpu["tok_seq"][:t],
             tok_pos=self._gpu["tok_pos"][:t],
             seq_start=self._gpu["seq_start"][: q + 1],
             kv_len=self._gpu["kv_len"][:q],
-            block_table=self._gpu["block_table"][:q],
+            block_table=self._gpu[_table(0)][:q],
             out_rows=self._gpu["out_rows"][: sizes.rows],
             page_size=page_size,
             max_new=max_new,
             max_kv=max_kv,
         )
+
+
+def _table(window: int) -> str:
+    return f"block_table.{window}"
 
 
 __all__ = ["Inputs", "Sizes"]

@@ -16,7 +16,7 @@ from ktgraph.runtime.arena import PlanError
 from ktgraph.runtime.flat import Slot
 from ktgraph.runtime.kernels_gpu import CROSSINGS
 from ktgraph.runtime.operands import Instruction
-from ktgraph.runtime.plan import PhasePlan, op_line
+from ktgraph.runtime.plan import PhasePlan, batch_windows, op_line
 
 Kind = Literal["gpu", "native", "python"]
 
@@ -26,6 +26,8 @@ POST, AWAIT = CROSSINGS["xfer.post"], CROSSINGS["xfer.await"]
 @dataclass
 class Part:
     """Consecutive instructions of one kind: `gpu` may be captured, `native` is one engine plan.
+
+    A native part reads the batch of one window.
 
     awaits: mailboxes that the host waits for before it runs the part.
     """
@@ -120,7 +122,8 @@ class _Cutting:
 
     def _append(self, kind: Kind, item: Instruction, awaits: Iterable[int] = ()) -> None:
         order, boxes = self.found.order, sorted(awaits)
-        if not order or order[-1].kind != kind or kind == "python" or boxes:
+        is_other = not order or order[-1].kind != kind or kind == "python" or bool(boxes)
+        if is_other or (kind == "native" and len(batch_windows([*order[-1].items, item])) > 1):
             order.append(Part(kind, awaits=boxes))
         order[-1].items.append(item)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,6 @@ import torch
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import op_def
-from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.cache import InPlaceState
 from ktgraph.runtime.executor import ExecutionError, TraceEvent
 from ktgraph.runtime.gpu.device import Fetch, Fork, KernelCall, Span, Step
@@ -32,13 +31,15 @@ from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.native import native_operand
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
-from ktgraph.runtime.plan import PhasePlan, kernel_of, op_line
+from ktgraph.runtime.plan import PhasePlan, batch_windows, kernel_of, op_line
 from ktgraph.runtime.router_counts import is_route
 from ktgraph.runtime.side_stream import Side, side_steps
 from ktgraph.runtime.steps import StepArrays
 
 if TYPE_CHECKING:
     from ktgraph.runtime.gpu.executor import GpuExecutor
+
+Batches = Mapping[int, Any]  # the batch of each window, as the ops of one device take it
 
 _KEPT = 64  # sizes of calls whose steps are kept
 PATIENCE = 60.0  # seconds until a step that does not end is given up
@@ -158,7 +159,7 @@ class BoundPhase:
             self._finish()
             self._wait_for_boxes(part)
             if part.kind == "native":
-                self._plans[place].run(step.tokens, step.rows, self._native_batch(step))
+                self._plans[place].run(step.tokens, step.rows, self._native_batch(part, step))
             else:
                 self._run_on_host(part.items[0], step)
 
@@ -193,7 +194,7 @@ class BoundPhase:
         """Seconds of every instruction."""
         if part.kind == "native":
             plan = self._plans[place]
-            return plan.run_timed(step.tokens, step.rows, self._native_batch(step))
+            return plan.run_timed(step.tokens, step.rows, self._native_batch(part, step))
         begin = time.perf_counter()
         self._run_on_host(part.items[0], step)
         return [time.perf_counter() - begin]
@@ -209,17 +210,17 @@ class BoundPhase:
     def _steps(self, sizes: Sizes, max_new: int, max_kv: int) -> list[Made]:
         key = (sizes, max_new, max_kv)
         if key not in self._made:
-            batch = self.executor.inputs.batch(
+            batches = self.executor.inputs.batches(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
-            made = [self._made_part(p, sizes, batch) for p in self.parts.order]
+            made = [self._made_part(p, sizes, batches) for p in self.parts.order]
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
 
-    def _made_part(self, part: Part, sizes: Sizes, batch: Any) -> Made:
+    def _made_part(self, part: Part, sizes: Sizes, batches: Batches) -> Made:
         made = Made()
         if part.kind != "gpu":
             return made
@@ -237,7 +238,7 @@ class BoundPhase:
                 made.beside[item.step] = self._stream.fetch(item)
                 made.add([_nothing], item)
                 continue
-            step = self._step(item, sizes, batch)
+            step = self._step(item, sizes, batches)
             if item.step in asides:
                 step = self.device.aside(asides[item.step], step)
             made.add(self._stream.before(item))
@@ -312,11 +313,11 @@ class BoundPhase:
         return [self.executor.tensor(self.phase, r, bound) for r in self._results]
 
     # -- steps -----------------------------------------------------------------------------------
-    def _step(self, item: Instruction, sizes: Sizes, batch: Any) -> Step:
+    def _step(self, item: Instruction, sizes: Sizes, batches: Batches) -> Step:
         bound = {"T": sizes.tokens, "O": sizes.rows}
         count = len(self.phase.step(item).operands)
-        given = [self._value(o, bound, batch) for o in item.operands[:count]]
-        results = [self._value(o, bound, batch) for o in item.operands[count:]]
+        given = [self._value(o, bound, batches) for o in item.operands[:count]]
+        results = [self._value(o, bound, batches) for o in item.operands[count:]]
         if item.kernel == POST:
             return self.device.post(given, results, self._box(item))
         if item.kernel == AWAIT and item.step in self.parts.box_of:
@@ -353,7 +354,7 @@ class BoundPhase:
 
         return run
 
-    def _value(self, ref: OperandRef, sizes: dict[str, int], batch: Any) -> Any:
+    def _value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
         if ref is None:
             return None
         if isinstance(ref, TensorRef):
@@ -364,24 +365,26 @@ class BoundPhase:
             return self.executor.weights.on_gpu(ref, self.device.weight)
         if isinstance(ref, StateUse):
             return self.executor.state(self.phase, ref)
-        return batch
+        return batches[ref.window]
 
     # -- on the host -----------------------------------------------------------------------------
-    def _native_batch(self, step: StepArrays) -> Any:
+    def _native_batch(self, part: Part, step: StepArrays) -> Any:
+        """The engine's batch, of the one window that the part reads."""
         from ktgraph.cpu_kernels import load_native
 
         batch = load_native().Batch()
-        step.give_to(batch)
+        step.give_to(batch, max(batch_windows(part.items), default=0))
         return batch
 
     def _run_on_host(self, item: Instruction, step: StepArrays) -> None:
         """An op's torch function on copies of its operands; the GPU is idle meanwhile."""
         flat = self.phase.step(item)
         bound = {"T": step.tokens, "O": step.rows}
-        batch = step.as_batch(self.executor.shape.page_size)
+        size = self.executor.shape.page_size
+        batches = {w: step.as_batch(size, w) for w in step.windows}
         count = len(flat.operands)
-        given = [self._host_value(o, bound, batch) for o in item.operands[:count]]
-        results = [self._value(o, bound, batch) for o in item.operands[count:]]
+        given = [self._host_value(o, bound, batches) for o in item.operands[:count]]
+        results = [self._value(o, bound, batches) for o in item.operands[count:]]
         call = self._kernel_call(item, bound, given, results)
         assert call.kernel.launch is not None
         try:
@@ -397,10 +400,10 @@ class BoundPhase:
                 for kept, new in zip(target.parts, value.parts, strict=True):
                     kept.copy_(new)
 
-    def _host_value(self, ref: OperandRef, sizes: dict[str, int], batch: Batch) -> Any:
+    def _host_value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
         if isinstance(ref, WeightUse):
             return self.executor.weights.value(ref)
-        found = self._value(ref, sizes, batch)
+        found = self._value(ref, sizes, batches)
         if isinstance(found, InPlaceState):
             return replace(found, parts=tuple(p.cpu() for p in found.parts))
         return found.cpu() if isinstance(found, torch.Tensor) else found
