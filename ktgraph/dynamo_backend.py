@@ -128,7 +128,7 @@ def _regions(found: Lifted, options: CompileOptions) -> Regions:
 
 def _compiled(found: Lifted, options: CompileOptions) -> FunctionRunner:
     from ktgraph.pass_manager import PassManager
-    from ktgraph.runtime.functions import FunctionRunner
+    from ktgraph.runtime.functions import FunctionRunner, function_plan
     from ktgraph.runtime.packed import load_weights
     from ktgraph.target import resolve_target
     from ktgraph.weights.evaluate import WeightEvaluator
@@ -137,7 +137,7 @@ def _compiled(found: Lifted, options: CompileOptions) -> FunctionRunner:
     threads = options.threads or resolve_target("cpu").cpu_threads
     source = ModelSource.of_tensors(found.weights, "the compiled function")
     PassManager().run(found.module, "default", PassContext(None, source, options))
-    plan = FunctionRunner.check(found.module, options, threads)
+    plan = function_plan(found.module, threads)
     evaluator = WeightEvaluator(found.module, source, cache_nbytes=0)
     return FunctionRunner(plan, load_weights(plan.loaded(), evaluator, threads), threads)
 

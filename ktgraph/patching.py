@@ -240,7 +240,7 @@ class _Loading:
     def run(self, free_originals: bool) -> FunctionRunner:
         from ktgraph.pass_manager import PassManager
         from ktgraph.passes.flatten_tokens import FlattenTokens
-        from ktgraph.runtime.functions import FunctionRunner
+        from ktgraph.runtime.functions import FunctionRunner, function_plan
         from ktgraph.runtime.packed import LoadedWeights, packed_weights
         from ktgraph.weights.evaluate import WeightEvaluator
         from ktgraph.weights.sources import ModelSource
@@ -257,7 +257,7 @@ class _Loading:
         context = PassContext(None, source, self.options)
         FlattenTokens().run(self.blocks.module, context)  # [b, s] as one axis, before all passes
         PassManager().run(self.blocks.module, "default", context)
-        plan = FunctionRunner.check(self.blocks.module, self.options, self.threads)
+        plan = function_plan(self.blocks.module, self.threads)
         uses = plan.loaded()
         last = self._last_uses(uses)
         evaluator = WeightEvaluator(self.blocks.module, source, cache_nbytes=0)
