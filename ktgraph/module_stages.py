@@ -245,9 +245,16 @@ class CompiledModule:
             lowered = traced.lower(before.target, before.pipeline, **before.options)
             self._traced_again[key] = CompiledModule(lowered, self._store)
             if len(self._traced_again) > _KEPT:
-                self._traced_again.popitem(last=False)
+                self._traced_again.popitem(last=False)[1]._close()
         self._traced_again.move_to_end(key)
         return self._traced_again[key]
+
+    def _close(self) -> None:
+        """End what watches the calls of every plan."""
+        for runner in (self._main, *self._others.values()):
+            runner.executor.close()
+        for other in self._traced_again.values():
+            other._close()
 
     # ---- what it is and costs
 

@@ -22,6 +22,7 @@ from ktgraph.frontends.module import OpaqueCallWarning
 from ktgraph.ir.parser import parse_file, parse_module
 from ktgraph.pass_manager import PassManager
 from ktgraph.recorded import read_recorded
+from ktgraph.runtime.executor import Executor
 from ktgraph.stages import FallbackWarning
 
 SIMULATED = kt.hybrid(gpu="simulated")
@@ -235,6 +236,19 @@ def test_another_length_of_a_python_loop_is_traced_anew():
     for shape in ((2, 3, 16), (5, 3, 16), (2, 6, 16), (2, 6, 16)):
         x = torch.randn(shape)
         assert nmse(exe(x), model(x)) < BOUND
+
+
+def test_traces_that_are_let_go_end_their_executors(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ktgraph.module_stages._KEPT", 1)
+    closed: list[Executor] = []
+    monkeypatch.setattr(Executor, "close", lambda self: closed.append(self))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        exe = kt.compile(_Steps().eval(), "cpu", example_inputs=torch.randn(2, 3, 16))
+    exe(torch.randn(2, 4, 16))
+    assert not closed
+    exe(torch.randn(2, 5, 16))
+    assert len(closed) == 1
 
 
 class _Rotated(nn.Module):
