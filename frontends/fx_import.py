@@ -93,10 +93,7 @@ class Importer:
         self.batch = self._argument("batch", BATCH)
         state = self._argument("kv", self._state_type(nodes))
         self._env.update(zip(inputs, (Tensor.of(ids, 2), Positions(), state), strict=True))
-        live = _live(nodes)
-        for node in nodes:
-            if node in live and node.op == "call_function":
-                self._import(node)
+        self._import_all(nodes)
         logits, last = nodes[-1].args[0]
         self.body.set_returns([self._returned(logits), self.state(last)])
         dce(self.module)
@@ -113,16 +110,23 @@ class Importer:
         signature = self.program.graph_signature
         lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         found = []
+        made = signature.inputs_to_lifted_tensor_constants
+        found: list[fx.Node] = []
         for node in (n for n in nodes if n.op == "placeholder"):
+            self.node = node
+            if node.name in signature.user_inputs:
+                found.append(node)
+                continue
             if node.name in lifted:
                 weight = self._weight(lifted[node.name].removeprefix(_ROOT))
-                self._env[node] = Tensor.of(weight, len(self._declared(weight).dims))
-            elif node.name in signature.user_inputs:
-                found.append(node)
             else:
-                self.node = node
-                raise self.unsupported("the model's code makes a tensor constant while it runs")
+                weight = self._constant(made.get(node.name, node.name))
+            self._env[node] = Tensor.of(weight, len(self._declared(weight).dims))
         return found
+
+    def _constant(self, name: str) -> WeightRef:
+        """A tensor that the model's code makes of constants."""
+        raise self.unsupported("the model's code makes a tensor constant while it runs")
 
     def _name_symbols(self, inputs: Sequence[fx.Node]) -> None:
         ids, _, state = (n.meta["val"] for n in inputs)
@@ -208,6 +212,13 @@ class Importer:
         return WeightRef(name)
 
     # ------------------------------------------------------------ nodes
+
+    def _import_all(self, nodes: Sequence[fx.Node]) -> None:
+        """Import what the outputs need, in order."""
+        live = _live(nodes)
+        for node in nodes:
+            if node in live and node.op == "call_function":
+                self._import(node)
 
     def _import(self, node: fx.Node) -> None:
         self.node = node
