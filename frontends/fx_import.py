@@ -6,6 +6,7 @@ come from the op table and are checked against what torch.export saw.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -262,11 +263,6 @@ class Importer:
         assert isinstance(node, fx.Node)
         return self._env[node]
 
-    def set(self, node: object, value: Imported) -> None:
-        """Rebind a node: in-place operators change what it stands for."""
-        assert isinstance(node, fx.Node)
-        self._env[node] = value
-
     def state(self, node: object) -> Value:
         found = self.get(node)
         assert isinstance(found, Value)
@@ -470,11 +466,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes that the outputs need; a write into a view keeps what it writes."""
+    """Nodes that the outputs need; also those that write into a tensor which they read."""
     writes: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_function" and str(node.target).startswith("aten.copy_"):
-            writes.setdefault(_root(node.args[0]), []).append(node)
+        if any(alias is not None and alias.is_write for alias in _aliases(node)):
+            writes.setdefault(_root(node), []).append(node)
     live: set[fx.Node] = set()
     stack = list(nodes[-1].all_input_nodes)
     while stack:
@@ -487,9 +483,16 @@ def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _root(node: Any) -> fx.Node:
-    while str(node.target) in ("aten.slice.Tensor", "aten.alias.default"):
+    """The tensor that a view shows, or that an in-place operator writes into."""
+    while node.target is operator.getitem or any(_aliases(node)[:1]):
         node = node.args[0]
     return node
+
+
+def _aliases(node: fx.Node) -> list[Any]:
+    """For each argument of an operator: how results share its memory, None where they do not."""
+    schema = getattr(node.target, "_schema", None)
+    return [] if schema is None else [a.alias_info for a in schema.arguments]
 
 
 def _stored(stored: torch.dtype | None, computed: torch.dtype) -> Encoding | None:
