@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +11,10 @@ from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.model_input import ModelCard
 from ktgraph.pass_api import CompileOptions, option_fault
+from ktgraph.target import check_threads
+from ktgraph.weights.policy import Policy
 
+PART_OPTIONS = ("quantize", "activations", "max_tokens", "threads")
 _PATHS = ("rules", "popularity")  # options that may be given as a Path
 _CONTEXT = 4096  # rows of a sequence where the model allows more and the user says nothing
 
@@ -51,4 +55,27 @@ def check_options(given: dict[str, Any]) -> None:
             raise UnsupportedInputError(fault)
 
 
-__all__ = ["check_isa", "check_options", "compile_options"]
+def part_options(given: Mapping[str, Any]) -> CompileOptions:
+    """Options of what is compiled inside an eager model, where None means the default.
+
+    Raises UnsupportedInputError, TargetError for more threads than CPUs, and PolicyError for an
+    unknown encoding, before anything runs.
+    """
+    for name, value in given.items():
+        if name not in PART_OPTIONS:
+            raise UnsupportedInputError(
+                f"unknown option {name!r}; known: {', '.join(PART_OPTIONS)}"
+            )
+        fault = option_fault(name, value)
+        if fault is not None:
+            raise UnsupportedInputError(fault)
+    chosen = {k: v for k, v in given.items() if v is not None}
+    options = replace(CompileOptions(max_batch=1), **chosen)
+    if options.threads is not None:
+        check_threads(options.threads)
+    if options.quantize is not None:
+        Policy.parse(options.quantize)
+    return options
+
+
+__all__ = ["PART_OPTIONS", "check_isa", "check_options", "compile_options", "part_options"]

@@ -27,7 +27,7 @@ from ktgraph.runtime.functions import FunctionForm, FunctionRunner, function_pla
 from ktgraph.runtime.runner import gpu_device, torch_device
 from ktgraph.runtime.weight_store import WeightStore
 from ktgraph.stages import FallbackWarning, Lowered, Traced, fallback_text
-from ktgraph.target import Target, resolve_target
+from ktgraph.target import Target, check_threads, resolve_target
 from ktgraph.weights.sources import ModelSource, WeightSource
 
 _MAIN = "main"  # the function of a plain module's graph
@@ -118,9 +118,10 @@ class LoweredModule(Lowered):
     def compile(self) -> CompiledModule:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load and pack the weights, and make the graph ready to be called.
 
-        Raises MemoryBudgetError before anything is loaded.
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs.
         Warns (FallbackWarning) when ops run on their torch reference: the call is slow then.
         """
+        check_threads(self.threads)
         return CompiledModule(self)
 
     def runner(self, store: WeightStore) -> FunctionRunner:

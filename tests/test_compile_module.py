@@ -24,6 +24,7 @@ from ktgraph.pass_manager import PassManager
 from ktgraph.recorded import read_recorded
 from ktgraph.runtime.executor import Executor
 from ktgraph.stages import FallbackWarning
+from ktgraph.target import TargetError
 
 SIMULATED = kt.hybrid(gpu="simulated")
 TARGETS = {"cpu": "cpu", "simulated": SIMULATED}
@@ -337,6 +338,11 @@ def test_errors_name_the_argument_and_what_was_expected():
     towers = compiled(_TwoTowers(), (torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.5))
     with pytest.raises(UnsupportedInputError, match="called with other constants"):
         towers(torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.25)
+
+
+def test_more_threads_than_cpus_are_refused():
+    with pytest.raises(TargetError, match="threads=9999: this process may run on 1 to"):
+        kt.compile(nn.Linear(4, 4).eval(), "cpu", example_inputs=torch.randn(2, 4), threads=9999)
 
 
 def test_what_is_no_module_or_has_no_example_is_refused():

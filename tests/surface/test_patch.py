@@ -260,6 +260,7 @@ def test_models_that_are_refused(change: Callable[[Any], None], message: str) ->
     ("given", "message"),
     [
         ({"quantize": "int7"}, "int7"),
+        ({"threads": 9999}, "threads=9999: this process may run on 1 to"),
         ({"max_tokens": 0}, "max_tokens=0: expected a whole number above 0"),
         ({"activations": "f16"}, "activations='f16'"),
         ({"target": "rtx4090-24g+xeon"}, "compiled MoE blocks run on the CPU"),
