@@ -61,8 +61,9 @@ class Traced:
         validate: 0, 1 (every pass on a miniature in float64) or 2 (kernels too); None: what the
             environment's KTGRAPH_VALIDATE says.
         dump: folder for every pass's IR and reports; None: what KTGRAPH_DUMP says.
-        options: fields of `CompileOptions`: quantize, max_tokens, context, max_batch, cache_rows,
-            exact, defer, rules, popularity, threads, page_size.  None means the default.
+        options: fields of `CompileOptions`: quantize, activations, max_tokens, context, max_batch,
+            cache_rows, page_size, exact, defer, rules, popularity, threads.  None means the
+            default.
         """
         chosen = compile_options(self.given.card, self.dtype, options)
         if validate not in (None, 0, 1, 2):
