@@ -6,7 +6,7 @@ weights and recipes of the traced module, so that the text says it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,4 @@ _RULES: Mapping[str, Callable[[Made, Dims, Any], tuple[list[Dims], Attrs]]] = {
 }
 
 
-def names_of(forms: FileForms, parameter: str) -> Sequence[str]:
-    """The tensors of the source that a parameter is read from."""
-    made = forms.made.get(parameter)
-    return (forms.names.get(parameter, parameter),) if made is None else made.sources
-
-
-__all__ = ["FileForms", "Made", "names_of", "shapes_and_attrs"]
+__all__ = ["FileForms", "Made", "shapes_and_attrs"]

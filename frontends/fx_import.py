@@ -6,6 +6,7 @@ come from the op table and are checked against what torch.export saw.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -93,10 +94,7 @@ class Importer:
         self.batch = self._argument("batch", BATCH)
         state = self._argument("kv", self._state_type(nodes))
         self._env.update(zip(inputs, (Tensor.of(ids, 2), Positions(), state), strict=True))
-        live = _live(nodes)
-        for node in nodes:
-            if node in live and node.op == "call_function":
-                self._import(node)
+        self._import_all(nodes)
         logits, last = nodes[-1].args[0]
         self.body.set_returns([self._returned(logits), self.state(last)])
         dce(self.module)
@@ -113,16 +111,23 @@ class Importer:
         signature = self.program.graph_signature
         lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         found = []
+        made = signature.inputs_to_lifted_tensor_constants
+        found: list[fx.Node] = []
         for node in (n for n in nodes if n.op == "placeholder"):
+            self.node = node
+            if node.name in signature.user_inputs:
+                found.append(node)
+                continue
             if node.name in lifted:
                 weight = self._weight(lifted[node.name].removeprefix(_ROOT))
-                self._env[node] = Tensor.of(weight, len(self._declared(weight).dims))
-            elif node.name in signature.user_inputs:
-                found.append(node)
             else:
-                self.node = node
-                raise self.unsupported("the model's code makes a tensor constant while it runs")
+                weight = self._constant(made.get(node.name, node.name))
+            self._env[node] = Tensor.of(weight, len(self._declared(weight).dims))
         return found
+
+    def _constant(self, name: str) -> WeightRef:
+        """A tensor that the model's code makes of constants."""
+        raise self.unsupported("the model's code makes a tensor constant while it runs")
 
     def _name_symbols(self, inputs: Sequence[fx.Node]) -> None:
         ids, _, state = (n.meta["val"] for n in inputs)
@@ -209,6 +214,13 @@ class Importer:
 
     # ------------------------------------------------------------ nodes
 
+    def _import_all(self, nodes: Sequence[fx.Node]) -> None:
+        """Import what the outputs need, in order."""
+        live = _live(nodes)
+        for node in nodes:
+            if node in live and node.op == "call_function":
+                self._import(node)
+
     def _import(self, node: fx.Node) -> None:
         self.node = node
         rule = RULES.get(node.target)
@@ -250,11 +262,6 @@ class Importer:
         """What an argument node stands for."""
         assert isinstance(node, fx.Node)
         return self._env[node]
-
-    def set(self, node: object, value: Imported) -> None:
-        """Rebind a node: in-place operators change what it stands for."""
-        assert isinstance(node, fx.Node)
-        self._env[node] = value
 
     def state(self, node: object) -> Value:
         found = self.get(node)
@@ -459,11 +466,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes that the outputs need; a write into a view keeps what it writes."""
+    """Nodes that the outputs need; also those that write into a tensor which they read."""
     writes: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_function" and str(node.target).startswith("aten.copy_"):
-            writes.setdefault(_root(node.args[0]), []).append(node)
+        if any(alias is not None and alias.is_write for alias in _aliases(node)):
+            writes.setdefault(_root(node), []).append(node)
     live: set[fx.Node] = set()
     stack = list(nodes[-1].all_input_nodes)
     while stack:
@@ -476,9 +483,16 @@ def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _root(node: Any) -> fx.Node:
-    while str(node.target) in ("aten.slice.Tensor", "aten.alias.default"):
+    """The tensor that a view shows, or that an in-place operator writes into."""
+    while node.target is operator.getitem or any(_aliases(node)[:1]):
         node = node.args[0]
     return node
+
+
+def _aliases(node: fx.Node) -> list[Any]:
+    """For each argument of an operator: how results share its memory, None where they do not."""
+    schema = getattr(node.target, "_schema", None)
+    return [] if schema is None else [a.alias_info for a in schema.arguments]
 
 
 def _stored(stored: torch.dtype | None, computed: torch.dtype) -> Encoding | None:

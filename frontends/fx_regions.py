@@ -22,14 +22,13 @@ from torch.export import Dim
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner, Partition
 
 from ktgraph.frontends.errors import UnsupportedModelError, export_failed
-from ktgraph.frontends.fx_import import Importer
 from ktgraph.frontends.fx_token_wise import LINEARS, TokenWise, mutated_values, shape_of
-from ktgraph.frontends.fx_values import Tensor
 from ktgraph.frontends.hf_build import Twin
 from ktgraph.frontends.hf_export import Export, quiet
 from ktgraph.frontends.hf_leaves import LeafReport
 from ktgraph.frontends.naming import weight_name
-from ktgraph.ir.graph import Module, Value, Weight, WeightRef, dce
+from ktgraph.frontends.part_import import PartImporter, add_part
+from ktgraph.ir.graph import Module, Weight, WeightRef
 from ktgraph.ir.types import TensorType
 from ktgraph.ir.verify import verify
 from ktgraph.ops.tensor import dtype_name
@@ -116,12 +115,7 @@ def _lift(
     names = [_source_name(o) for o in stored.values()]
     sources = {w: _unique(n, values[w], found.weights) for w, n in zip(values, names, strict=True)}
     part = RegionImporter(region, known[key], sources, values, name).run()
-    function = part.functions.pop("main")
-    function.name = name
-    found.module.functions[name] = function
-    for weight in part.weights.values():
-        if weight.name not in found.module.weights:
-            found.module.add_weight(weight)
+    add_part(found.module, part, name)
     found.reads[name] = list(sources.values())
     found.compiled += sum(n.op == "call_function" for n in body.graph.nodes)
     found.inputs[name] = [k for k, (_, outer) in enumerate(pairs) if outer.name not in weights]
@@ -178,8 +172,8 @@ def _unique(name: str, tensor: TorchTensor, taken: dict[str, TorchTensor]) -> st
     return found
 
 
-class RegionImporter(Importer):
-    """`Importer` for a region: tensors [T, …], and weights under the names of the model."""
+class RegionImporter(PartImporter):
+    """`PartImporter` for a region: tensors [T, …], and weights under the names of the model."""
 
     def __init__(
         self,
@@ -189,27 +183,9 @@ class RegionImporter(Importer):
         values: Mapping[str, TorchTensor],
         name: str,
     ) -> None:
-        super().__init__(Twin(cast("Any", region), {}, {}), export, name)
+        super().__init__(Twin(cast("Any", region), {}, {}), export, name, {"T": _TOKENS})
         self.sources = sources
         self.values = values
-        self.module.syms = {"T": _TOKENS}
-
-    def run(self) -> Module:
-        nodes = list(self.program.graph.nodes)
-        inputs = self._user_inputs(nodes)
-        for number, node in enumerate(inputs):
-            value = node.meta["val"]
-            self._symbols[str(value.shape[0].node.expr)] = "T"
-            stem = "x" if len(inputs) == 1 else f"x{number}"
-            self.node = node
-            arg = self._argument(stem, TensorType(dtype_name(value.dtype), self.dims(node)))
-            self._env[node] = Tensor.of(arg, 2)
-        for node in nodes:
-            if node.op == "call_function" and node.users:
-                self._import(node)
-        self.body.set_returns([self._made(n) for n in nodes[-1].args[0]])
-        dce(self.module)
-        return self.module
 
     def _weight(self, fqn: str) -> WeightRef:
         source, value = self.sources[fqn], self.values[fqn]
@@ -218,11 +194,6 @@ class RegionImporter(Importer):
             type = TensorType.of(dtype_name(value.dtype), *value.shape)
             self.module.add_weight(Weight(name, type, source=source))
         return WeightRef(name)
-
-    def _made(self, node: Any) -> Value:
-        found = self.value(node)
-        assert isinstance(found, Value)
-        return found
 
     def path(self, node: fx.Node) -> str:
         """A region has no module path of its own."""

@@ -15,15 +15,12 @@ from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
 from ktgraph.frontends.errors import UnsupportedModelError, export_failed
-from ktgraph.frontends.fx_import import Importer
-from ktgraph.frontends.fx_values import Tensor
 from ktgraph.frontends.hf_build import Twin, build_twin
 from ktgraph.frontends.hf_export import AXES, Export, quiet
 from ktgraph.frontends.hf_leaves import LeafReport, is_experts, moe_leaves_in
-from ktgraph.ir.graph import Module, Value, dce, drop_unused_weights
-from ktgraph.ir.types import TensorType
+from ktgraph.frontends.part_import import PartImporter, add_part
+from ktgraph.ir.graph import Module, WeightRef
 from ktgraph.ir.verify import verify
-from ktgraph.ops.tensor import dtype_name
 
 _EXAMPLE = (2, 3)  # batch and new tokens
 
@@ -77,7 +74,7 @@ def trace_blocks(model: PreTrainedModel) -> Blocks:
             except UnsupportedModelError as error:
                 blocks.left[path] = str(error)
                 continue
-            _add(blocks.module, part, path)
+            add_part(blocks.module, part, path)
             result = known[key].program.call_spec.out_spec
             is_tuple = result is not None and not result.is_leaf()
             blocks.forms[path] = BlockForm(path, type(block).__name__, is_tuple)
@@ -111,48 +108,15 @@ def _export(block: nn.Module, width: int, report: LeafReport) -> Export:
     return Export(program, report)
 
 
-def _add(module: Module, part: Module, name: str) -> None:
-    function = part.functions.pop("main")
-    function.name = name
-    module.functions[name] = function
-    for weight in part.weights.values():
-        if weight.name not in module.weights:
-            module.add_weight(weight)
-    module.syms.update(part.syms)
-
-
-class BlockImporter(Importer):
-    """`Importer` for a module that is called with hidden states alone; `path`: where it is."""
+class BlockImporter(PartImporter):
+    """`PartImporter` for a module that is called with hidden states alone; `path`: where it is."""
 
     def __init__(self, twin: Twin, export: Export, path: str) -> None:
-        super().__init__(twin, export, "block")
+        super().__init__(twin, export, path, {n: AXES[n] for n in ("b", "s")})
         self.at = path
-        self.module.syms = {name: AXES[name] for name in ("b", "s")}
 
-    def run(self) -> Module:
-        nodes = list(self.program.graph.nodes)
-        (hidden,) = self._user_inputs(nodes)
-        sizes = hidden.meta["val"].shape
-        for name, size in zip(("b", "s"), sizes[:2], strict=True):
-            self._symbols[str(size.node.expr)] = name
-        self.node = hidden
-        type = TensorType(dtype_name(hidden.meta["val"].dtype), self.dims(hidden))
-        self._env[hidden] = Tensor.of(self._argument("x", type), len(type.dims))
-        for node in nodes:
-            if node.op == "call_function" and node.users:
-                self._import(node)
-        self.body.set_returns([self._made(n) for n in nodes[-1].args[0]])
-        dce(self.module)
-        drop_unused_weights(self.module)
-        return self.module
-
-    def _weight(self, fqn: str) -> Any:
+    def _weight(self, fqn: str) -> WeightRef:
         return super()._weight(f"{self.at}.{fqn}")
-
-    def _made(self, node: Any) -> Value:
-        found = self.value(node)
-        assert isinstance(found, Value)
-        return found
 
     def path(self, node: Any) -> str:
         """Module path of a node, from the model's root."""

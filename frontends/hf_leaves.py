@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ktgraph.frontends import probes
 from ktgraph.frontends.errors import UnsupportedModelError
+from ktgraph.frontends.router_probe import Router, probe_router
 
 NAME = "ktgraph"
 _lock = threading.RLock()
@@ -234,7 +235,7 @@ def _norm_forward(module: nn.Module, norm: probes.Norm) -> Callable[[Tensor], Te
 
 
 def _patch_routers(model: nn.Module, patches: _Patches, report: LeafReport) -> None:
-    probe = _cached(probes.probe_router)
+    probe = _cached(probe_router)
     classes = _router_classes(model)
     for path, module in model.named_modules():
         if not isinstance(module, classes) and not re.search(
@@ -261,7 +262,7 @@ def _router_classes(model: nn.Module) -> tuple[type, ...]:
     return tuple(set(found))
 
 
-def _router_forward(module: Any, router: probes.Router) -> Callable[[Tensor], tuple[Tensor, ...]]:
+def _router_forward(module: Any, router: Router) -> Callable[[Tensor], tuple[Tensor, ...]]:
     formula = tuple(router.formula().values())
 
     def forward(hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:

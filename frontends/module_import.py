@@ -80,16 +80,14 @@ class ModuleImporter(Importer):
 
     def run_module(self) -> ImportedModule:
         nodes = list(self.program.graph.nodes)
-        inputs = self._module_inputs(nodes)
+        inputs = self._user_inputs(nodes)
         self._name_sizes(inputs)
         for node in inputs:
             self.node = node
             type = TensorType(self._dtype(node), self.dims(node))
             arg = self.body.add_arg(self.names.fresh(self._argument_stem(len(inputs), node)), type)
             self._env[node] = Tensor.of(arg, len(type.dims))
-        for node in nodes:
-            if node.op == "call_function" and node.users:  # assertions have no users
-                self._import(node)
+        self._import_all(nodes)
         self.body.set_returns([self._result(n) for n in nodes[-1].args[0]])
         dce(self.module)
         drop_unused_weights(self.module)
@@ -98,25 +96,7 @@ class ModuleImporter(Importer):
 
     # ------------------------------------------------------------ inputs and results
 
-    def _module_inputs(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        signature = self.program.graph_signature
-        lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        made = signature.inputs_to_lifted_tensor_constants
-        found: list[fx.Node] = []
-        for node in (n for n in nodes if n.op == "placeholder"):
-            self.node = node
-            if node.name in lifted:
-                ref = self._weight(lifted[node.name].removeprefix(_ROOT))
-            elif node.name in made:
-                ref = self._constant(made[node.name])
-            else:
-                found.append(node)
-                continue
-            self._env[node] = Tensor.of(ref, len(self._declared(ref).dims))
-        return found
-
     def _constant(self, name: str) -> WeightRef:
-        """A tensor that the model's code makes of constants."""
         value: Any = self.program.constants[name]
         own = f"constants.{name.removeprefix(_ROOT)}"
         self.constants[own] = value

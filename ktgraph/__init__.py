@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ktgraph.api import compile, load, trace
+    from ktgraph.compiled import Compiled
     from ktgraph.errors import KtgraphError
     from ktgraph.ir import Module
     from ktgraph.module_stages import CompiledModule, TracedModule
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ktgraph.patching import Patched, patch, unpatch
     from ktgraph.planner import plan
     from ktgraph.rewrite import Rule, RulePass
-    from ktgraph.stages import Compiled, Lowered, Traced
+    from ktgraph.stages import Lowered, Traced
     from ktgraph.target import Target, cpu, hybrid, load_target
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
 
 _HOMES = {
     "ktgraph.api": ("compile", "load", "trace"),
+    "ktgraph.compiled": ("Compiled",),
     "ktgraph.errors": ("KtgraphError",),
     "ktgraph.ir": ("Module",),
     "ktgraph.module_stages": ("CompiledModule", "TracedModule"),
@@ -61,7 +63,7 @@ _HOMES = {
     "ktgraph.planner": ("plan",),
     "ktgraph.pass_api": ("CompileOptions", "Pass", "register_pass"),
     "ktgraph.rewrite": ("Rule", "RulePass"),
-    "ktgraph.stages": ("Compiled", "Lowered", "Traced"),
+    "ktgraph.stages": ("Lowered", "Traced"),
     "ktgraph.target": ("Target", "cpu", "hybrid", "load_target"),
 }
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
+from ktgraph.compile_options import check_options
+from ktgraph.compiled import Compiled
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.model_input import Model, read_model
 from ktgraph.packed_folder import check_restart, plan_in
-from ktgraph.stages import Compiled, Traced, check_options
+from ktgraph.stages import Traced
 from ktgraph.target import Target, resolve_target
 
 if TYPE_CHECKING:

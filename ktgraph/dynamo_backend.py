@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
+from ktgraph.compile_options import part_options
 from ktgraph.errors import KtgraphError, UnsupportedInputError
-from ktgraph.pass_api import CompileOptions, PassContext, option_fault
+from ktgraph.pass_api import CompileOptions, PassContext
 
 if TYPE_CHECKING:
     from ktgraph.frontends.fx_regions import Lifted
     from ktgraph.runtime.functions import FunctionRunner
-
-_OPTIONS = ("quantize", "activations", "max_tokens", "threads")
 
 
 class EagerPartsWarning(UserWarning):
@@ -45,8 +43,9 @@ def backend(
     """Compile a graph of torch dynamo.
 
     options: quantize, activations, max_tokens and threads, as in `kt.patch`.
-    Raises UnsupportedInputError for other options, MemoryBudgetError where packed weights do not
-    fit.  Warns (EagerPartsWarning) of what runs eagerly.
+    Raises UnsupportedInputError for other options, TargetError for more threads than CPUs,
+    MemoryBudgetError where packed weights do not fit.  Warns (EagerPartsWarning) of what runs
+    eagerly.
     """
     chosen = _chosen(options or {}, mode)
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
@@ -73,14 +72,7 @@ def _chosen(given: Mapping[str, Any], mode: str | None) -> CompileOptions:
         raise UnsupportedInputError(
             f"mode={mode!r}: the backend ktgraph has no modes; give options"
         )
-    for name, value in given.items():
-        if name not in _OPTIONS:
-            raise UnsupportedInputError(f"unknown option {name!r}; known: {', '.join(_OPTIONS)}")
-        fault = option_fault(name, value)
-        if fault is not None:
-            raise UnsupportedInputError(fault)
-    options = {k: v for k, v in given.items() if v is not None}
-    return replace(CompileOptions(max_batch=1), **options)
+    return part_options(given)
 
 
 # ---- regions that run
@@ -128,7 +120,7 @@ def _regions(found: Lifted, options: CompileOptions) -> Regions:
 
 def _compiled(found: Lifted, options: CompileOptions) -> FunctionRunner:
     from ktgraph.pass_manager import PassManager
-    from ktgraph.runtime.functions import FunctionRunner
+    from ktgraph.runtime.functions import FunctionRunner, function_plan
     from ktgraph.runtime.packed import load_weights
     from ktgraph.target import resolve_target
     from ktgraph.weights.evaluate import WeightEvaluator
@@ -137,7 +129,7 @@ def _compiled(found: Lifted, options: CompileOptions) -> FunctionRunner:
     threads = options.threads or resolve_target("cpu").cpu_threads
     source = ModelSource.of_tensors(found.weights, "the compiled function")
     PassManager().run(found.module, "default", PassContext(None, source, options))
-    plan = FunctionRunner.check(found.module, options, threads)
+    plan = function_plan(found.module, threads)
     evaluator = WeightEvaluator(found.module, source, cache_nbytes=0)
     return FunctionRunner(plan, load_weights(plan.loaded(), evaluator, threads), threads)
 

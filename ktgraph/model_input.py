@@ -13,6 +13,7 @@ from torch import nn
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.packed_folder import plan_in
 from ktgraph.tokenizer import Tokenizer
+from ktgraph.weights.sources import ModelSource, WeightSource
 
 if TYPE_CHECKING:
     # slow: a start from packed weights does without
@@ -253,3 +254,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if isinstance(found, dict):
         return cast("dict[str, Any]", found)
     raise UnsupportedInputError(f"{path}: expected a JSON object, found {type(found).__name__}")
+
+
+def weight_source(given: ModelInput) -> WeightSource | None:
+    """Where the model's weights are read from; a config has none."""
+    if isinstance(given.model, Path) and is_gguf(given.model):
+        from ktgraph.frontends.gguf_model import open_gguf
+
+        return open_gguf(given.model).source
+    if isinstance(given.model, Path):
+        from ktgraph.weights.safetensors_source import SafetensorsSource
+
+        return SafetensorsSource(given.model)
+    return ModelSource(given.model) if isinstance(given.model, nn.Module) else None

@@ -23,11 +23,14 @@ from ktgraph.model_input import ModelCard, ModelInput
 from ktgraph.ops.tensor import dtype_name
 from ktgraph.pass_report import PassReport
 from ktgraph.runtime.executor import TraceEvent
-from ktgraph.runtime.module_runner import ModuleRunner, WeightStore
+from ktgraph.runtime.functions import FunctionForm, FunctionRunner, function_plan
+from ktgraph.runtime.runner import gpu_device, torch_device
+from ktgraph.runtime.weight_store import WeightStore
 from ktgraph.stages import FallbackWarning, Lowered, Traced, fallback_text
-from ktgraph.target import Target, resolve_target
+from ktgraph.target import Target, check_threads, resolve_target
 from ktgraph.weights.sources import ModelSource, WeightSource
 
+_MAIN = "main"  # the function of a plain module's graph
 _KEPT = 8  # plans of other sizes that stay compiled
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -100,7 +103,7 @@ class TracedModule(Traced):
         """The same trace, to be compiled for another call's sizes where tokens are mixed."""
         other = TracedModule(self.found, self.model)
         other.ir = self.ir.clone()
-        set_example(other.ir.functions["main"], sizes)
+        set_example(other.ir.functions[_MAIN], sizes)
         return other
 
 
@@ -115,20 +118,22 @@ class LoweredModule(Lowered):
     def compile(self) -> CompiledModule:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load and pack the weights, and make the graph ready to be called.
 
-        Raises MemoryBudgetError before anything is loaded.
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs.
         Warns (FallbackWarning) when ops run on their torch reference: the call is slow then.
         """
+        check_threads(self.threads)
         return CompiledModule(self)
 
-    def runner(self, store: WeightStore) -> ModuleRunner:
+    def runner(self, store: WeightStore) -> FunctionRunner:
         """A runner on weights of the store."""
         if self.context.fallbacks:
             warnings.warn(fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=4)
         source = self.context.source
         assert source is not None
-        return ModuleRunner.load(
-            self.module, source, self.context.options, store, threads=self.threads
-        )
+        plan = function_plan(self.module, self.threads)
+        device = gpu_device(plan)
+        weights = store.load(plan, source, self.threads, torch_device(device))
+        return FunctionRunner(plan, weights, self.threads, device)
 
 
 class CompiledModule:
@@ -143,7 +148,7 @@ class CompiledModule:
         self.lowered = lowered
         self._store = store or WeightStore()
         self._main = lowered.runner(self._store)
-        self._others: OrderedDict[tuple[int, ...], ModuleRunner] = OrderedDict()
+        self._others: OrderedDict[tuple[int, ...], FunctionRunner] = OrderedDict()
         self._traced_again: OrderedDict[tuple[tuple[int, ...], ...], CompiledModule] = OrderedDict()
         self._traced = lowered.traced
 
@@ -154,7 +159,7 @@ class CompiledModule:
     @property
     def module(self) -> Module:
         """The graph that runs."""
-        return self._main.module
+        return self._main.plan.module
 
     @property
     def passes(self) -> PassReport:
@@ -170,8 +175,8 @@ class CompiledModule:
         if sizes is None:
             return self._again(tensors, args, kwargs)(*args, **kwargs)
         runner = self._runner(sizes)
-        results = runner.run(_laid_out(tensors, runner, sizes))
-        wanted = [v.type for v in self._traced.ir.functions["main"].body.returns]
+        results = runner(_MAIN, _laid_out(tensors, runner.forms[_MAIN], sizes))
+        wanted = [v.type for v in self._traced.ir.functions[_MAIN].body.returns]
         shaped = [r.reshape(_shape(t, sizes)) for r, t in zip(results, wanted, strict=True)]
         return self.form.results(shaped)
 
@@ -182,12 +187,12 @@ class CompiledModule:
         if sizes is None:
             return self._again(tensors, args, kwargs).measure(*args, **kwargs)
         runner = self._runner(sizes)
-        return runner.measure(_laid_out(tensors, runner, sizes))
+        return runner.measure(_MAIN, _laid_out(tensors, runner.forms[_MAIN], sizes))
 
-    def _runner(self, sizes: Mapping[str, int]) -> ModuleRunner:
+    def _runner(self, sizes: Mapping[str, int]) -> FunctionRunner:
         key = tuple(sizes.values())
         example = self._traced.found.example
-        if self._main.is_flat or key == tuple(example.values()):
+        if self._main.forms[_MAIN].is_flat or key == tuple(example.values()):
             return self._main
         if key not in self._others:
             other = self._traced.at(sizes)
@@ -207,7 +212,7 @@ class CompiledModule:
         ir = self._traced.ir
         sizes: dict[str, int] = {}
         fits = True
-        for arg, tensor in zip(ir.functions["main"].args, tensors, strict=True):
+        for arg, tensor in zip(ir.functions[_MAIN].args, tensors, strict=True):
             type = arg.tensor
             if tensor.dim() != type.rank or not _is(tensor, type.dtype) or not tensor.numel():
                 raise UnsupportedInputError(self._misfit(arg.name, tensor, type))
@@ -231,7 +236,7 @@ class CompiledModule:
                     warnings.simplefilter("ignore", OpaqueCallWarning)  # told the first time
                     found = trace_module(self._traced.model, args, kwargs)
             except UnsupportedInputError as error:
-                arguments = self._traced.ir.functions["main"].args
+                arguments = self._traced.ir.functions[_MAIN].args
                 faults = [
                     self._misfit(a.name, t, a.tensor)
                     for a, t in zip(arguments, tensors, strict=True)
@@ -241,9 +246,16 @@ class CompiledModule:
             lowered = traced.lower(before.target, before.pipeline, **before.options)
             self._traced_again[key] = CompiledModule(lowered, self._store)
             if len(self._traced_again) > _KEPT:
-                self._traced_again.popitem(last=False)
+                self._traced_again.popitem(last=False)[1]._close()
         self._traced_again.move_to_end(key)
         return self._traced_again[key]
+
+    def _close(self) -> None:
+        """End what watches the calls of every plan."""
+        for runner in (self._main, *self._others.values()):
+            runner.executor.close()
+        for other in self._traced_again.values():
+            other._close()
 
     # ---- what it is and costs
 
@@ -288,13 +300,13 @@ def _bind(dim: Dim, size: int, sizes: dict[str, int], ir: Module) -> bool:
 
 
 def _laid_out(
-    tensors: Sequence[Tensor], runner: ModuleRunner, sizes: Mapping[str, int]
+    tensors: Sequence[Tensor], form: FunctionForm, sizes: Mapping[str, int]
 ) -> list[Tensor]:
     """Arguments as the graph takes them: with one token axis where it is flat."""
     bound = {**sizes, "T": prod(sizes.values())}
     return [
         t.detach().cpu().reshape(_shape(type, bound))
-        for t, type in zip(tensors, runner.args, strict=True)
+        for t, type in zip(tensors, form.args, strict=True)
     ]
 
 

@@ -7,15 +7,16 @@ their own dtype and to their own device; `model.generate` and everything else wo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ktgraph.compile_options import part_options
 from ktgraph.errors import UnsupportedInputError
-from ktgraph.pass_api import CompileOptions, PassContext, option_fault
+from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.patched_forward import patched_forward
 from ktgraph.target import Target, resolve_target
 from ktgraph.target.description import round_size
@@ -94,10 +95,18 @@ def patch(
         saving the model are then no longer possible.
 
     Raises UnsupportedInputError for a model in training mode, without MoE blocks or of another
-    dtype, and MemoryBudgetError when the packed weights do not fit; the model is then as before.
+    dtype, TargetError for more threads than CPUs, and MemoryBudgetError when the packed weights do
+    not fit; the model is then as before.
     """
     _check(model)
-    options = _options(quantize, activations, max_tokens, threads)
+    options = part_options(
+        {
+            "quantize": quantize,
+            "activations": activations,
+            "max_tokens": max_tokens,
+            "threads": threads,
+        }
+    )
     machine = _cpu(target)
     blocks = _traced(model)
     loaded = _Loading(model, blocks, machine, options)
@@ -155,26 +164,6 @@ def _check(model: Any) -> None:
             f"{name}: config.output_router_logits is set, and compiled blocks do not give their "
             "router's logits: set it to False"
         )
-
-
-def _options(
-    quantize: str | None, activations: str, max_tokens: int, threads: int | None
-) -> CompileOptions:
-    given = {
-        "quantize": quantize,
-        "activations": activations,
-        "max_tokens": max_tokens,
-        "threads": threads,
-    }
-    for name, value in given.items():
-        fault = option_fault(name, value)
-        if fault is not None:
-            raise UnsupportedInputError(fault)
-    if quantize is not None:
-        from ktgraph.weights.policy import Policy
-
-        Policy.parse(quantize)  # an unknown encoding shows before anything runs
-    return replace(CompileOptions(max_batch=1), **{k: v for k, v in given.items() if v is not None})
 
 
 def _cpu(target: str | Path | Target) -> Target:
@@ -240,7 +229,7 @@ class _Loading:
     def run(self, free_originals: bool) -> FunctionRunner:
         from ktgraph.pass_manager import PassManager
         from ktgraph.passes.flatten_tokens import FlattenTokens
-        from ktgraph.runtime.functions import FunctionRunner
+        from ktgraph.runtime.functions import FunctionRunner, function_plan
         from ktgraph.runtime.packed import LoadedWeights, packed_weights
         from ktgraph.weights.evaluate import WeightEvaluator
         from ktgraph.weights.sources import ModelSource
@@ -257,7 +246,7 @@ class _Loading:
         context = PassContext(None, source, self.options)
         FlattenTokens().run(self.blocks.module, context)  # [b, s] as one axis, before all passes
         PassManager().run(self.blocks.module, "default", context)
-        plan = FunctionRunner.check(self.blocks.module, self.options, self.threads)
+        plan = function_plan(self.blocks.module, self.threads)
         uses = plan.loaded()
         last = self._last_uses(uses)
         evaluator = WeightEvaluator(self.blocks.module, source, cache_nbytes=0)

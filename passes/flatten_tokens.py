@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import Dim, product
 from ktgraph.ir.graph import Attr, Block, Function, Module, Op, Operand, Value
 from ktgraph.ir.types import BatchType, StateType, TensorType, Type
 from ktgraph.ops import SignatureError, build, op_def
@@ -93,10 +93,7 @@ class _Axes:
             return 0
         if type.dims[: len(self.lead)] == self.lead:
             return len(self.lead)
-        tokens = self.lead[0]
-        for dim in self.lead[1:]:
-            tokens = tokens * dim
-        return 1 if type.dims[:1] == (tokens,) else 0
+        return 1 if type.dims[:1] == (product(self.lead),) else 0
 
     def are_in(self, type: Type) -> bool:
         return bool(_names(type) & self.names)

@@ -9,9 +9,9 @@ import transformers
 from torch import nn
 
 import ktgraph as kt
+from ktgraph.compile_options import compile_options
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.model_input import ModelCard, read_model
-from ktgraph.stages import compile_options
 from ktgraph.tokenizer import Tokenizer
 
 

@@ -22,7 +22,9 @@ from ktgraph.frontends.module import OpaqueCallWarning
 from ktgraph.ir.parser import parse_file, parse_module
 from ktgraph.pass_manager import PassManager
 from ktgraph.recorded import read_recorded
+from ktgraph.runtime.executor import Executor
 from ktgraph.stages import FallbackWarning
+from ktgraph.target import TargetError
 
 SIMULATED = kt.hybrid(gpu="simulated")
 TARGETS = {"cpu": "cpu", "simulated": SIMULATED}
@@ -237,6 +239,19 @@ def test_another_length_of_a_python_loop_is_traced_anew():
         assert nmse(exe(x), model(x)) < BOUND
 
 
+def test_traces_that_are_let_go_end_their_executors(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ktgraph.module_stages._KEPT", 1)
+    closed: list[Executor] = []
+    monkeypatch.setattr(Executor, "close", lambda self: closed.append(self))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        exe = kt.compile(_Steps().eval(), "cpu", example_inputs=torch.randn(2, 3, 16))
+    exe(torch.randn(2, 4, 16))
+    assert not closed
+    exe(torch.randn(2, 5, 16))
+    assert len(closed) == 1
+
+
 class _Rotated(nn.Module):
     """Tables made of positions and a buffer, a causal mask of -inf, matrix products."""
 
@@ -323,6 +338,11 @@ def test_errors_name_the_argument_and_what_was_expected():
     towers = compiled(_TwoTowers(), (torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.5))
     with pytest.raises(UnsupportedInputError, match="called with other constants"):
         towers(torch.randn(3, 6), {"y": torch.randn(3, 6)}, 0.25)
+
+
+def test_more_threads_than_cpus_are_refused():
+    with pytest.raises(TargetError, match="threads=9999: this process may run on 1 to"):
+        kt.compile(nn.Linear(4, 4).eval(), "cpu", example_inputs=torch.randn(2, 4), threads=9999)
 
 
 def test_what_is_no_module_or_has_no_example_is_refused():

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ktgraph.triton_kernels.rounding import rounded, through
+from ktgraph.triton_kernels.rounding import through
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
 GATED = (*ACTIVATIONS, "swiglu_clamped")
@@ -57,11 +57,4 @@ def gated(gate, up, alpha, limit, ACT: tl.constexpr, dtype: tl.constexpr):
     return y
 
 
-@triton.jit
-def gate_act(gate, up, ACT: tl.constexpr, alpha, limit):
-    """`gated` of values that are in their dtype already, rounded to it."""
-    wide = gated(gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACT, gate.dtype)
-    return rounded(wide, gate.dtype)
-
-
-__all__ = ["ACTIVATIONS", "GATED", "activate", "gate_act", "gated", "sigmoid"]
+__all__ = ["ACTIVATIONS", "GATED", "activate", "gated", "sigmoid"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ktgraph.packed_folder import check_restart, plan_in
 
 if TYPE_CHECKING:
-    from ktgraph.stages import Compiled, Lowered
+    from ktgraph.compiled import Compiled
+    from ktgraph.stages import Lowered
 
 _OPTIONS = (
     "quantize",

@@ -15,7 +15,8 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.pass_report import table_text
 
 if TYPE_CHECKING:
-    from ktgraph.stages import Compiled, Lowered
+    from ktgraph.compiled import Compiled
+    from ktgraph.stages import Lowered
 
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 

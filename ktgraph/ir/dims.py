@@ -8,8 +8,9 @@ the same `Dim`; the printer writes one canonical, factored spelling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
+from operator import mul
 
 Monomial = tuple[str, ...]  # sorted names, repeated for powers: ("H", "N")
 
@@ -157,6 +158,11 @@ class Dim:
 
     def __repr__(self) -> str:
         return f"Dim({self})"
+
+
+def product(dims: Iterable[Dim]) -> Dim:
+    """Of a shape: the number of elements."""
+    return reduce(mul, dims, Dim.of(1))
 
 
 def _divide_monomial(poly: Dim, mono: Monomial, coeff: int) -> Dim | None:

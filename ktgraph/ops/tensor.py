@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import Dim, product
 from ktgraph.ir.graph import Attr
 from ktgraph.ir.types import TensorType, Type
 from ktgraph.ops.registry import op
@@ -33,16 +33,9 @@ def _axis(attrs: Mapping[str, Attr], rank: int) -> int:
     return axis % rank
 
 
-def _product(dims: Sequence[Dim]) -> Dim:
-    out = Dim.of(1)
-    for dim in dims:
-        out = out * dim
-    return out
-
-
 def _reshape_types(types: Sequence[Type | None], attrs: Mapping[str, Attr]) -> list[Type]:
     given, shape = _tensor(types), _dims(attrs["shape"])
-    if _product(given.dims) != _product(shape):
+    if product(given.dims) != product(shape):
         shown = ", ".join(map(str, shape))
         raise SignatureError(f"reshape of {given} to [{shown}] changes the number of elements")
     return [TensorType(given.dtype, shape)]

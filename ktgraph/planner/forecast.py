@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktgraph.analysis import CallCost, CostAnalysis, Limit
+from ktgraph.compile_options import compile_options
 from ktgraph.errors import MemoryBudgetError
 from ktgraph.ir.graph import Module
 from ktgraph.pass_api import CompileOptions, PassContext
@@ -22,7 +23,7 @@ from ktgraph.planner.what_if import Setting
 from ktgraph.runtime.cache import CacheShape
 from ktgraph.runtime.memory import MemoryNeed, choose_cache, memory_need
 from ktgraph.runtime.plan import Plan
-from ktgraph.stages import Traced, compile_options
+from ktgraph.stages import Traced
 from ktgraph.target import ASSUMED_DISK, Target, round_size, with_threads
 
 _ENDLESS = 1 << 50  # bytes of RAM

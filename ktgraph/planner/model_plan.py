@@ -11,13 +11,14 @@ from typing import Any, cast
 from rich.console import Console, Group
 
 from ktgraph.api import compute_dtype, trace
+from ktgraph.compile_options import check_options
 from ktgraph.errors import UnsupportedInputError, is_whole
 from ktgraph.model_input import Model
 from ktgraph.planner.forecast import Forecast, forecast
 from ktgraph.planner.model import ModelSize
 from ktgraph.planner.report import report
 from ktgraph.planner.what_if import Setting, apply_what_if
-from ktgraph.stages import Traced, check_options
+from ktgraph.stages import Traced
 from ktgraph.target import Target, resolve_target
 from ktgraph.weights.policy import Policy
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ktgraph.errors import KtgraphError
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import Dim, product
 from ktgraph.ir.graph import Attr, Function, Module
 from ktgraph.ir.types import DTYPES, TensorType, Type
 from ktgraph.pass_api import CompileOptions
-from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten, product
+from ktgraph.runtime.flat import FlatFunction, FlatOp, Layouts, Slot, flatten
 from ktgraph.runtime.side_stream import side_steps
 
 ALIGN = 64  # bytes

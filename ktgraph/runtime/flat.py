@@ -143,14 +143,6 @@ def dense_strides(dims: Sequence[Dim]) -> Dims:
     return tuple(reversed(strides))
 
 
-def product(dims: Sequence[Dim]) -> Dim:
-    """The number of elements."""
-    total = Dim.of(1)
-    for dim in dims:
-        total = total * dim
-    return total
-
-
 class Layouts:
     """Views of every tensor slot, and which function argument each state slot continues."""
 
@@ -312,6 +304,5 @@ __all__ = [
     "View",
     "dense_strides",
     "flatten",
-    "product",
     "reshaped_strides",
 ]

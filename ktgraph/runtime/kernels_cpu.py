@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import Dim, product
 from ktgraph.ir.graph import Module, Op, WeightRef
 from ktgraph.ir.types import StateType, TensorType
 from ktgraph.ops.registry import (
@@ -22,7 +22,7 @@ from ktgraph.ops.registry import (
     register_kernel,
 )
 from ktgraph.runtime import kernels_torch as kernels_torch  # registers torch's own kernels
-from ktgraph.runtime.flat import View, dense_strides, product, reshaped_strides
+from ktgraph.runtime.flat import View, dense_strides, reshaped_strides
 from ktgraph.runtime.operands import (
     BatchUse,
     OperandRef,

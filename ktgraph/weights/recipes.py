@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ktgraph.ir.dims import Dim
+from ktgraph.ir.dims import Dim, product
 from ktgraph.ir.graph import Attr, Module, Weight
 from ktgraph.ir.types import DTYPES, Encoding, TensorType
 from ktgraph.ops.tensor import torch_dtype
@@ -231,17 +231,10 @@ def _transpose_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> T
 
 def _reshape_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
     given, shape = _only(types), _dims(attrs, "shape")
-    if _product(given.dims) != _product(shape):
+    if product(given.dims) != product(shape):
         raise RecipeError(f"{given} has another number of elements than the shape asked for")
     keep = _by_rows if shape[-1] == given.dims[-1] else _by_elements
     return keep(given, *shape)
-
-
-def _product(dims: Sequence[Dim]) -> Dim:
-    total = Dim.of(1)
-    for dim in dims:
-        total = total * dim
-    return total
 
 
 def _deinterleaved_type(types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:

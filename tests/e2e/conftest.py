@@ -121,8 +121,8 @@ def pair(request: pytest.FixtureRequest, tiny_deepseek: Path, tiny_qwen: Path) -
 @pytest.fixture(params=[*TRAINED, *ELSEWHERE])
 def trained(request: pytest.FixtureRequest, tiny_deepseek: Path, tiny_qwen: Path) -> Pair:
     folders = {"tiny-deepseek-v2": tiny_deepseek, "tiny-qwen3-moe": tiny_qwen}
-    folder = folders.get(request.param, tiny_qwen.parent / request.param)
-    assert folder is not None
+    name: str = request.param
+    folder = folders.get(name, tiny_qwen.parent / name)
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here: a trained model that is not in the repository")
     return compiled_pair(request.param, folder)

@@ -18,8 +18,8 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.frontends.gguf_model import open_gguf
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.frontends.safetensors_files import CheckpointError
-from ktgraph.model_input import read_model
-from ktgraph.stages import Lowered, Traced, weight_source
+from ktgraph.model_input import read_model, weight_source
+from ktgraph.stages import Lowered, Traced
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.gguf_blocks import as_q8_0, block_size, dequantize

@@ -16,6 +16,7 @@ from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.frontends.hf_build import real_buffers
 from ktgraph.frontends.hf_leaves import leaf_ops_in
+from ktgraph.frontends.router_probe import probe_router
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
@@ -75,7 +76,7 @@ ROUTERS = {
 def test_router_formula(name: str, kit: Any) -> None:
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(kit.config(name))
-    found = [probes.probe_router(m) for m in model.modules() if "Router" in type(m).__name__]
+    found = [probe_router(m) for m in model.modules() if "Router" in type(m).__name__]
     assert found
     for router in found:
         assert router is not None
@@ -92,7 +93,7 @@ def test_router_with_many_experts_is_told_apart() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(config)
-    router = probes.probe_router(model.model.layers[0].mlp.gate)
+    router = probe_router(model.model.layers[0].mlp.gate)
     assert router is not None
     assert router.renorm
 
@@ -123,7 +124,7 @@ class OddRMSNorm(nn.Module):
 
 
 def test_probes_refuse_other_formulas() -> None:
-    assert probes.probe_router(OddRouter()) is None
+    assert probe_router(OddRouter()) is None
     assert probes.probe_norm(OddRMSNorm()) is None
 
 

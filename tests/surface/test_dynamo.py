@@ -206,6 +206,8 @@ def test_weights_that_change_are_noticed() -> None:
     ("given", "message"),
     [
         ({"options": {"quantise": "int8"}}, "unknown option 'quantise'; known: quantize"),
+        ({"options": {"threads": 9999}}, "threads=9999: this process may run on 1 to"),
+        ({"options": {"quantize": "int9"}}, "quantize 'int9': unknown encoding"),
         ({"options": {"threads": 0}}, "threads=0: expected a whole number above 0"),
         ({"mode": "max-autotune", "options": {}}, "has no modes|may not be|mode"),
     ],

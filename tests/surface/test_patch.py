@@ -177,6 +177,38 @@ def test_a_router_that_is_not_known_stays_eager(monkeypatch: pytest.MonkeyPatch)
     assert nmse(logits(model, 1, 6), want) <= 1e-10
 
 
+def _writes_a_slice(out: torch.Tensor, x: torch.Tensor) -> None:
+    out[..., :4] = x[..., :4]
+
+
+def _scales_in_place(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.mul_(0.5)
+
+
+def _scales_a_view(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.chunk(2, -1)[1].mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [_writes_a_slice, _scales_in_place, _scales_a_view])
+def test_a_block_that_writes_in_place_stays_eager(
+    write: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    model = small("qwen3-moe")
+    block = type(model.model.layers[1].mlp)
+
+    class Writing(block):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            out = super().forward(hidden_states)
+            write(out, hidden_states)
+            return out
+
+    model.model.layers[1].mlp.__class__ = Writing
+    want = logits(model, 1, 6)
+    patched = kt.patch(model, threads=1)
+    assert list(patched.left) == ["model.layers.1.mlp"]
+    assert nmse(logits(model, 1, 6), want) <= 1e-10
+
+
 def test_calls_that_want_gradients_are_refused() -> None:
     model = small("olmoe")
     kt.patch(model, threads=1)
@@ -228,6 +260,7 @@ def test_models_that_are_refused(change: Callable[[Any], None], message: str) ->
     ("given", "message"),
     [
         ({"quantize": "int7"}, "int7"),
+        ({"threads": 9999}, "threads=9999: this process may run on 1 to"),
         ({"max_tokens": 0}, "max_tokens=0: expected a whole number above 0"),
         ({"activations": "f16"}, "activations='f16'"),
         ({"target": "rtx4090-24g+xeon"}, "compiled MoE blocks run on the CPU"),
