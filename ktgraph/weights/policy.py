@@ -101,6 +101,11 @@ class Policy:
             if pattern == "budget":
                 budget = _budget(text, value)
                 continue
+            if any(earlier in ("*", pattern) for earlier, _ in rules):
+                raise PolicyError(
+                    f"quantize {text!r}: {item!r} never holds, as the first match wins and a rule "
+                    "before it takes these weights: put the narrower pattern first"
+                )
             rules.append((_pattern(text, pattern), _encoding(text, value)))
         return Policy(text, tuple(rules), budget)
 
@@ -174,7 +179,10 @@ def _pattern(text: str, pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise PolicyError(f"quantize {text!r}: {pattern!r} is no pattern: {error}") from None
+        raise PolicyError(
+            f"quantize {text!r}: {pattern!r} is no pattern: {error}. "
+            "Patterns are regular expressions, found anywhere in a name: write q_proj or mlp.*up"
+        ) from None
     return pattern
 
 
