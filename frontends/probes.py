@@ -278,10 +278,12 @@ def probe_router(module: nn.Module) -> Router | None:
     weight = _at(twin, parts.gate)
     experts, width = weight.shape
     weight.mul_(width**-0.5)
-    given = (_randn(rng, experts) - 1.0,) if parts.select_bias == GIVEN else ()
+    # below -1: all scores that choose are below zero, which tells masks of 0 and of -inf apart
+    bias = -1.0 - 2.0 * _randn(rng, experts).abs()
+    given = (bias,) if parts.select_bias == GIVEN else ()
     if parts.select_bias not in (None, GIVEN):
-        # scores below zero, of few experts too: tells masks apart
-        _at(twin, parts.select_bias).copy_(_randn(rng, 1, experts).squeeze(0) - 1.0)
+        at = _at(twin, parts.select_bias)
+        at.copy_(bias.view(at.shape))
     inputs = [_randn(rng, 40, width) * s for s in (0.5, 1.0, 3.0)]
     found = _called(twin, inputs, given) or _called(twin, [x[None] for x in inputs], given)
     outputs = _router_outputs(found[0], experts) if found else None

@@ -84,7 +84,7 @@ DOWN_SWEEP = tuple(
 @cuda_kernel(
     "moe.grouped_mlp",
     name="triton.grouped_mlp_packed",
-    nmse=1e-4,
+    nmse=5e-4,  # two products with bytes of x, and an activation that may square
     supports=packed_weights(3, 4),
 )
 def grouped_mlp_packed(

@@ -122,7 +122,7 @@ def linear_packed(
 @cuda_kernel(
     "nn.swiglu",
     name="triton.swiglu_packed",
-    nmse=1e-4,
+    nmse=5e-4,  # two products with bytes of x, and an activation that may square
     supports=packed_weights(1, 2),
 )
 def swiglu_packed(

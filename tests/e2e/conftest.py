@@ -122,6 +122,7 @@ def pair(request: pytest.FixtureRequest, tiny_deepseek: Path, tiny_qwen: Path) -
 def trained(request: pytest.FixtureRequest, tiny_deepseek: Path, tiny_qwen: Path) -> Pair:
     folders = {"tiny-deepseek-v2": tiny_deepseek, "tiny-qwen3-moe": tiny_qwen}
     folder = folders.get(request.param, tiny_qwen.parent / request.param)
+    assert folder is not None
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here: a trained model that is not in the repository")
     return compiled_pair(request.param, folder)

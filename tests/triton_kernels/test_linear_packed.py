@@ -102,4 +102,4 @@ def test_swiglu(act: str, tokens: int, gate_up: bool, device: torch.device) -> N
         x = torch.randn(tokens, depth, device=device).to(dtype)
         y = poisoned(tokens, depth, dtype=dtype, device=device)
         swiglu_packed(x, w13, w2, out=(y,), act=act)
-        check(y, reference("nn.swiglu", x, v13, v2, act=act), 1e-4)
+        check(y, reference("nn.swiglu", x, v13, v2, act=act), 5e-4)
