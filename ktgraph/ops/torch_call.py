@@ -67,8 +67,7 @@ def torch_call(
             found = _run_module(bound_module(module), given, named)
         else:
             found = _operator(op)(*given, **named)
-    # Row-major, as kernels read: a transposed result would send the next op to its reference.
-    results = [t.contiguous() for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+    results = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
     wide = any(x.dtype == torch.float64 for x in xs)
     _check(module or op, results, dtypes, shapes, wide)
     return results[0] if len(results) == 1 else tuple(results)

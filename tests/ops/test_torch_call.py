@@ -53,14 +53,6 @@ def test_text_parses_back_and_runs_with_results_and_sizes():
     assert torch.equal(flat, x.view(15, 4))
 
 
-def test_a_transposed_result_is_made_row_major() -> None:
-    attrs = 'op = "aten.t.default", args = "%0", dtypes = ["f32"], shapes = [[4, b]]'
-    x = torch.randn(3, 4)
-    (y,) = _run(_one(attrs, "f32[4, b]"), x)
-    assert torch.equal(y, x.t())
-    assert y.is_contiguous()
-
-
 @pytest.mark.parametrize(
     ("attrs", "cause"),
     [
