@@ -191,7 +191,12 @@ def _encoding(text: str, value: str) -> Encoding | None:
         return None
     try:
         found = parse_encoding(value)
-    except (EncodingError, ParseError) as error:
+    except ParseError:
+        raise PolicyError(
+            f"quantize {text!r}: {value!r} is no encoding; write pattern=encoding, "
+            'as in "experts=int4p(group=64),*=int8"'
+        ) from None
+    except EncodingError as error:
         raise PolicyError(f"quantize {text!r}: {error}") from None
     if encoding_def(found).block == 1 and found.name != "f16":
         raise PolicyError(

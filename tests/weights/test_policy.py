@@ -70,6 +70,7 @@ def test_a_budget_is_for_what_no_pattern_takes() -> None:
         ("(=int8", "closes nothing|not closed"),
         ("[=int8", "not closed|is no pattern"),
         ("*proj=int8", "is no pattern.*regular expressions, found anywhere in a name"),
+        ("experts:int8", "'experts:int8' is no encoding; write pattern=encoding"),
         ("int8,experts=int4", "'experts=int4' never holds"),
         ("q_proj=int8,q_proj=int4", "'q_proj=int4' never holds"),
         ("int8(group=16)", "group must be one of 0, 32, 64, 128"),
