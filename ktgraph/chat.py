@@ -105,9 +105,10 @@ class Chat:
             if is_whole or (following is None and len(prompt) < self.limits.rows):
                 return messages, prompt
             if following is None:
+                need = len(prompt) + self._reserve()
                 raise ContextLimitError(
                     f"this message makes {len(prompt)} tokens, and the context is "
-                    f"{self.limits.rows}: shorten it, or start with --context {2 * len(prompt)}"
+                    f"{self.limits.rows}. {self.limits.way_out('Shorten it', need)}"
                 )
             messages = [*messages[:first], *messages[following:]]
             self.dropped += 1

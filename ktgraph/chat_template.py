@@ -72,8 +72,8 @@ def chat_template(card: ModelCard, given: str | Path | None = None) -> ChatTempl
         raise UnsupportedInputError(
             f"{card.name} has no chat template (neither in tokenizer_config.json nor in "
             "chat_template.jinja): it may be a base model, which continues text and was not taught "
-            "to answer. Use --template plain for a simple one, --template FILE for a Jinja file, "
-            "or `ktgraph run`"
+            'to answer. Use --template plain (in Python chat(template="plain")) for a simple one, '
+            "--template FILE for a Jinja file, or `ktgraph run`"
         )
     return ChatTemplate(own)
 

@@ -71,9 +71,17 @@ class Compiled:
             cache_rows=runner.cache_rows,
             page_size=runner.page_size,
             vocabulary=runner.vocabulary,
+            positions=card.max_context,
         )
         self._last: Generation | None = None
         runner.set_model(cost_model(runner.module, made.target))
+
+    def __repr__(self) -> str:
+        limits = self.limits
+        return (
+            f"Compiled({self.card.name} for {self.made.target.name}: context {limits.context}, "
+            f"max_tokens {limits.max_tokens}, max_batch {limits.max_batch})"
+        )
 
     @property
     def last(self) -> Generation:

@@ -57,11 +57,18 @@ class Limits:
     cache_rows: int  # rows of the whole cache
     page_size: int
     vocabulary: int
+    positions: int | None = None  # that the model was made for: no context is longer
 
     @property
     def rows(self) -> int:
         """Most cache rows that one sequence can have."""
         return min(self.context, self.cache_rows // self.page_size * self.page_size)
+
+    def way_out(self, shorter: str, rows: int) -> str:
+        """What to do where a sequence needs more rows: a longer context only if there is one."""
+        if self.positions is not None and rows > self.positions:
+            return f"{shorter}: the model was made for {self.positions} positions"
+        return f"{shorter}, or compile with context={rows} or more"
 
     def pages(self, rows: int) -> int:
         return -(-rows // self.page_size)
@@ -315,11 +322,12 @@ class Decoder:
         check_prompt(self.limits, index, prompt)
         room = self.limits.rows - len(prompt) + 1
         if wanted is not None and wanted > room:
+            way_out = self.limits.way_out(
+                f"Use max_new_tokens={room} or less", len(prompt) + wanted - 1
+            )
             raise ContextLimitError(
                 f"prompt {index} has {len(prompt)} tokens and max_new_tokens={wanted}, and the "
-                f"cache was compiled for {self.limits.rows} rows a sequence. Use "
-                f"max_new_tokens={room} or less, or compile with "
-                f"context={len(prompt) + wanted - 1} or more"
+                f"cache was compiled for {self.limits.rows} rows a sequence. {way_out}"
             )
         return room if wanted is None else wanted
 
@@ -448,6 +456,5 @@ def check_prompt(limits: Limits, index: int, prompt: Sequence[int]) -> None:
     if len(prompt) > limits.rows:
         raise ContextLimitError(
             f"prompt {index} has {len(prompt)} tokens, and the cache was compiled for "
-            f"{limits.rows} rows a sequence. Shorten the prompt, or compile with "
-            f"context={len(prompt)} or more"
+            f"{limits.rows} rows a sequence. {limits.way_out('Shorten the prompt', len(prompt))}"
         )

@@ -115,7 +115,14 @@ def read_model(model: Model, tokenizer: str | Path | None = None) -> ModelInput:
 def _of_object(model: nn.Module | PreTrainedConfig, tokenizer: str | Path | None) -> ModelInput:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from ktgraph.patching import is_patched
+
     if isinstance(model, PreTrainedModel):
+        if is_patched(model):
+            raise UnsupportedInputError(
+                f"{type(model).__name__} is patched: its MoE blocks are compiled already. "
+                "ktgraph.unpatch(model) first, or load the model again"
+            )
         return ModelInput(model, _card_of_model(model, tokenizer))
     if isinstance(model, PreTrainedConfig):
         name = Path(model.name_or_path or "").name or str(model.model_type)

@@ -152,6 +152,9 @@ class CompiledModule:
         self._traced_again: OrderedDict[tuple[tuple[int, ...], ...], CompiledModule] = OrderedDict()
         self._traced = lowered.traced
 
+    def __repr__(self) -> str:
+        return f"CompiledModule(@{self.module.name}, {sum(1 for _ in self.module.walk())} ops)"
+
     @property
     def form(self) -> CallForm:
         return self._traced.found.form

@@ -32,6 +32,11 @@ _MARK = "_ktgraph_patched"  # the attribute of a patched model that holds its `P
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch` compiled blocks of this model, and `unpatch` did not undo it."""
+    return _MARK in model.__dict__
+
+
 @dataclass(frozen=True)
 class PatchedBlock:
     """One block that was replaced.  Bytes of its weights: as they were, and packed."""
@@ -153,7 +158,7 @@ def _check(model: Any) -> None:
             f"patch takes a model loaded by transformers, not {type(model).__name__}"
         )
     name = type(model).__name__
-    if _MARK in model.__dict__:
+    if is_patched(model):
         raise UnsupportedInputError(f"{name} is patched already: ktgraph.unpatch(model) first")
     if model.training:
         raise UnsupportedInputError(

@@ -136,8 +136,7 @@ def _joined(module: Module, linears: Sequence[Op]) -> list[WeightRef]:
         refs = [op.weight(position) for op in linears if op.operand(position) is not None]
         if not refs:
             continue
-        leaf = _joined_name([r.name.rpartition(".")[2] for r in refs])
-        weight = _concatenated(module, refs, leaf)
+        weight = _concatenated(module, refs, *_joined_leaf([r.name for r in refs]))
         module.weights.setdefault(weight.name, weight)
         joined.append(reference(weight, refs))
     return joined
@@ -175,14 +174,29 @@ def _type(module: Module, ref: WeightRef) -> TensorType:
     return module.weight_of(ref).type
 
 
-def _concatenated(module: Module, refs: Sequence[WeightRef], leaf: str) -> Weight:
+def _concatenated(
+    module: Module, refs: Sequence[WeightRef], leaf: str, replaced: int = 1
+) -> Weight:
     """The weights one after another along their first axis."""
     first = _type(module, refs[0])
     rows = Dim.of(0)
     for ref in refs:
         rows = rows + _type(module, ref).dims[0]
     type = first.with_dims(rows, *first.dims[1:])
-    return derived_weight(module, refs, leaf, "concat", type, {"axis": 0})
+    return derived_weight(module, refs, leaf, "concat", type, {"axis": 0}, replaced)
+
+
+def _joined_leaf(names: Sequence[str]) -> tuple[str, int]:
+    """The last components of weights' names as one, and how many of each name that stands for.
+
+    ….q_proj, ….k_proj become q_k_proj; ….q_proj.bias, ….k_proj.bias become q_k_proj.bias.
+    """
+    parts = [name.split(".") for name in names]
+    same = 0  # components that the names end with alike
+    while min(map(len, parts)) > same + 1 and len({p[-1 - same] for p in parts}) == 1:
+        same += 1
+    tail = parts[0][len(parts[0]) - same :]
+    return ".".join([_joined_name([p[-1 - same] for p in parts]), *tail]), same + 1
 
 
 def _joined_name(names: Sequence[str]) -> str:

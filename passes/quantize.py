@@ -13,6 +13,7 @@ at hand the report holds, per weight, the NMSE of the weight and of its output o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -31,6 +32,10 @@ from ktgraph.weights.policy import LADDER, Decision, Policy, PolicyError, Use
 from ktgraph.weights.sources import WeightSource
 
 _RULE = "quantize"
+
+
+class NothingQuantizedWarning(UserWarning):
+    """A policy was given, and every weight stays as its checkpoint stores it."""
 
 
 @register_pass
@@ -69,6 +74,21 @@ class Quantize(Pass):
         decisions = [d for whole in policy.decide(module) for d in _overruled(whole, by_rule)]
         rows = [row for d in decisions for row in _apply(module, d, ctx, meter)]
         _write_report(ctx, text, rows)
+        if any(encoding for _, encoding in policy.rules):
+            _warn_of_no_change(text, decisions, rows)
+
+
+def _warn_of_no_change(text: str, decisions: Sequence[Decision], rows: Sequence[_Row]) -> None:
+    """A warning where a policy meets a quantized checkpoint and leaves all of it as it is."""
+    stored = sorted({str(d.use.stored) for d in decisions if d.use.stored is not None})
+    if stored and rows and all(row.encoding == "keep" for row in rows):
+        warnings.warn(
+            f"quantize {text!r} changes no weight: the checkpoint stores them as "
+            f"{', '.join(stored)}, and they stay so. An encoding for every weight replaces one "
+            'only where it takes a tenth fewer bytes, a pattern always does, as in "experts=int8"',
+            NothingQuantizedWarning,
+            stacklevel=2,
+        )
 
 
 def _rule_encodings(module: Module, ctx: PassContext) -> dict[Op, Encoding | str]:

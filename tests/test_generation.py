@@ -28,7 +28,9 @@ from ktgraph.sampling import Sampling
 from ktgraph.tokenizer import TextPieces, Tokenizer
 
 VOC = 256  # byte tokens
-LIMITS = Limits(max_tokens=8, max_batch=3, context=40, cache_rows=80, page_size=4, vocabulary=VOC)
+LIMITS = Limits(
+    max_tokens=8, max_batch=3, context=40, cache_rows=80, page_size=4, vocabulary=VOC, positions=100
+)
 PROMPTS = [[1], [5, 6, 7], list(range(20)), [9] * 11, [250, 3]]
 
 
@@ -298,6 +300,13 @@ def test_timing_tells_prefill_from_decode() -> None:
             ContextLimitError,
             "prompt 0 has 30 tokens and max_new_tokens=12, and the cache was compiled for 40 rows "
             "a sequence. Use max_new_tokens=11 or less, or compile with context=41 or more",
+        ),
+        (
+            [1] * 30,
+            72,
+            ContextLimitError,
+            "prompt 0 has 30 tokens and max_new_tokens=72, and the cache was compiled for 40 rows "
+            "a sequence. Use max_new_tokens=11 or less: the model was made for 100 positions",
         ),
     ],
 )

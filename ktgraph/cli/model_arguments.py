@@ -30,7 +30,9 @@ _OPTIONS = (
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is compiled."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a checkpoint folder, or one that ktgraph quantize wrote"
+        "model",
+        metavar="MODEL",
+        help="a checkpoint folder, a .gguf file, or a folder that ktgraph quantize wrote",
     )
     parser.add_argument(
         "--target", default="auto", help="auto, cpu, cuda, hybrid, simulated, or a target file"

@@ -29,7 +29,12 @@ def add_parser(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the prompts, write the file, and print how unequal the choices were."""
+    from ktgraph.errors import UnsupportedInputError
+
     prompts = read_prompts(args.prompts)
+    folder = args.output.parent
+    if not folder.is_dir():  # said before the model runs, not after
+        raise UnsupportedInputError(f"-o {args.output}: there is no folder {folder}")
     found = lower_model(args).compile().popularity(prompts, args.max_new_tokens)
     found.save(args.output)
     for router, counts in found.counts.items():

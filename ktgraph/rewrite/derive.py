@@ -16,19 +16,20 @@ def derived_weight(
     kind: str,
     type: TensorType,
     attrs: Mapping[str, object] | None = None,
+    replaced: int = 1,
 ) -> Weight:
     """A weight (not yet declared) with the recipe ``kind(refs) attrs``, beside the first of `refs`.
 
-    The name is the first ref's with its last component replaced by `leaf`.  When a ref is a member
-    of a family, so is the new weight, over the indices that every family has.  A weight declared
-    before with the same recipe is returned itself.
+    The name is the first ref's, with `leaf` in place of its last component, or of as many as
+    `replaced` says.  When a ref is a member of a family, so is the new weight, over the indices
+    that every family has.  A weight declared before with the same recipe is returned itself.
     """
     base = next((r for r in refs if r.index is not None), None)
     owner = module.weight_of(base) if base is not None else None
     var = owner.var if owner is not None else "i"
     args = tuple(_relative(ref, base, var) for ref in refs)
     pairs = tuple((k, attr(v)) for k, v in (attrs or {}).items())
-    name = _sibling((base or refs[0]).name, leaf)
+    name = _sibling((base or refs[0]).name, leaf, replaced)
     weight = Weight(name, type, recipe=Recipe(kind, args, pairs), var=var)
     if base is not None:
         weight.lo, weight.hi = _span(module, args)
@@ -63,9 +64,8 @@ def _span(module: Module, args: Sequence[WeightRef]) -> tuple[int, int]:
     return max(lows), min(highs)
 
 
-def _sibling(name: str, leaf: str) -> str:
-    head, dot, _ = name.rpartition(".")
-    return f"{head}{dot}{leaf}"
+def _sibling(name: str, leaf: str, replaced: int = 1) -> str:
+    return ".".join([*name.split(".")[:-replaced], leaf])
 
 
 def _unique(module: Module, weight: Weight) -> Weight:

@@ -101,6 +101,11 @@ class Policy:
             if pattern == "budget":
                 budget = _budget(text, value)
                 continue
+            if any(earlier in ("*", pattern) for earlier, _ in rules):
+                raise PolicyError(
+                    f"quantize {text!r}: {item!r} never holds, as the first match wins and a rule "
+                    "before it takes these weights: put the narrower pattern first"
+                )
             rules.append((_pattern(text, pattern), _encoding(text, value)))
         return Policy(text, tuple(rules), budget)
 
@@ -174,7 +179,10 @@ def _pattern(text: str, pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise PolicyError(f"quantize {text!r}: {pattern!r} is no pattern: {error}") from None
+        raise PolicyError(
+            f"quantize {text!r}: {pattern!r} is no pattern: {error}. "
+            "Patterns are regular expressions, found anywhere in a name: write q_proj or mlp.*up"
+        ) from None
     return pattern
 
 
@@ -183,7 +191,12 @@ def _encoding(text: str, value: str) -> Encoding | None:
         return None
     try:
         found = parse_encoding(value)
-    except (EncodingError, ParseError) as error:
+    except ParseError:
+        raise PolicyError(
+            f"quantize {text!r}: {value!r} is no encoding; write pattern=encoding, "
+            'as in "experts=int4p(group=64),*=int8"'
+        ) from None
+    except EncodingError as error:
         raise PolicyError(f"quantize {text!r}: {error}") from None
     if encoding_def(found).block == 1 and found.name != "f16":
         raise PolicyError(

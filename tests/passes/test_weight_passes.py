@@ -14,7 +14,7 @@ from ktgraph.pass_options import PipelineError
 from ktgraph.passes.mla_absorb import MlaAbsorb
 from ktgraph.passes.moe_group import MoeGroup
 from ktgraph.passes.pack_weights import PackWeights
-from ktgraph.passes.quantize import Quantize
+from ktgraph.passes.quantize import NothingQuantizedWarning, Quantize
 from ktgraph.passes.specialize_phases import SpecializePhases
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -145,6 +145,34 @@ def test_numerics_follow_what_was_done() -> None:
     apply(module, Quantize(), context=PassContext(options=CompileOptions(quantize="int8")))
     assert Quantize().numerics_for(module) == Numerics("requant", 1.0)
     assert module.weights["layers[].o_proj.q"].type.encoding is not None
+
+
+STORED = """ktgraph.ir 1
+module @m
+sym T in 1..8
+weight @w : f32[32, 32]<int8> from "w"
+weight @u : f32[32, 32] from "u"
+
+func @main(%x: f32[T, 32]) -> (f32[T, 32]) {
+  %y = nn.linear %x, @w : f32[T, 32]
+  return %y
+}
+"""
+
+
+def test_a_policy_that_changes_nothing_of_a_quantized_checkpoint_is_told(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    context = PassContext(options=CompileOptions(quantize="int8"))
+    with pytest.warns(NothingQuantizedWarning, match="'int8' changes no weight: .* as int8,"):
+        apply(parse_module(STORED), Quantize(), context=context)
+    for policy, text in [
+        ("int4p(group=32)", STORED),
+        ("*=keep", STORED),
+        ("int8", STORED.replace("%x, @w", "%x, @u")),
+    ]:
+        apply(parse_module(text), Quantize(policy))
+    assert not [w for w in recwarn if w.category is NothingQuantizedWarning]
 
 
 def test_exact_compilation_refuses() -> None:

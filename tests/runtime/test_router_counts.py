@@ -97,6 +97,9 @@ def test_the_command(tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[0].startswith("layers[0].mlp.gate: 12 experts; share of choices of the hottest 1 ")
     assert {len(c) for c in made["counts"].values()} == {12}
     assert {sum(c) for c in made["counts"].values()} == {made["tokens"] * 2}
+    nowhere = tmp_path / "no" / "p.json"
+    assert main([*command[:4], str(nowhere)]) == 2
+    assert f"-o {nowhere}: there is no folder {nowhere.parent}" in capsys.readouterr().err
     texts.write_text("\n")
     assert main(command) == 2
     assert f"{texts}: no prompts" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_a_full_context_is_told_and_the_chat_goes_on(
     assert talk(monkeypatch, packed_folder, lines, "--context", "64") == 1
     out, err = capsys.readouterr()
     assert "ktgraph chat: this message makes " in err
-    assert "shorten it, or start with --context" in err
+    assert "Shorten it, or compile with context=" in err
     assert "(the context is full: 1 oldest exchange(s) left out)" in err
     assert err.count("[cut at --max-new-tokens") == 3
     assert len(out) > 20

@@ -283,6 +283,13 @@ def test_other_models_are_refused() -> None:
         kt.unpatch(dense)
 
 
+def test_a_patched_model_is_not_compiled_again() -> None:
+    model = small("qwen3-moe")
+    kt.patch(model)
+    with pytest.raises(UnsupportedInputError, match=r"is patched: .*unpatch\(model\) first"):
+        kt.trace(model)
+
+
 def test_too_little_memory_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
     from ktgraph.runtime import functions
 
