@@ -27,7 +27,7 @@ def attend_sequence(
     scores = torch.einsum("thd,shd->hts", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    end = int(positions[-1]) + 1
+    end = int(positions[-1]) + 1 if len(positions) else k.shape[0]
     rows = torch.arange(end - k.shape[0], end)
     seen = rows[None] <= positions[:, None]
     if window:
