@@ -7,7 +7,7 @@
 Weights are synthetic: one random matrix per shape and encoding, physically copied to every place
 that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Tokens
 are random, and routers choose by what comes of them.  The floor of a decode step is, over layers,
-attention and router at HBM bandwidth, the hand-over (10 µs, assumed), and the longer of what the
+attention and router at HBM bandwidth, the hand-over (10 µs), and the longer of what the
 GPU computes beside the CPU (the shared expert, hot experts) and the CPU's chosen experts' bytes at
 DRAM bandwidth; then the head.  Where experts are deferred, only those that are waited for count so,
 and no step is shorter than all experts' bytes at DRAM bandwidth.  All bandwidths are measured in
@@ -48,7 +48,7 @@ PREPARED = Path("build/bench-hybrid")
 RESULTS = Path("bench/results/hybrid.jsonl")
 TARGET = "h200+xeon-amx"
 WARM, STEPS = 8, 48
-HANDOVER = 10e-6  # seconds a layer, assumed: what such a hand-over took in an earlier trial
+HANDOVER = 10e-6  # seconds a layer: bench/handover.py reads 9 to 14
 
 _ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
 _STREAMED = (
