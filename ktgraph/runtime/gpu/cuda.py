@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -200,8 +202,11 @@ class CudaDevice(GpuDevice):
 
     def capture(self, steps: Sequence[Step]) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        with (
+            _no_collection(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
         ):
             for step in steps:
                 step()
@@ -213,6 +218,19 @@ class CudaDevice(GpuDevice):
         if not done:
             time.sleep(0)  # lets another thread have this CPU
         return done
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage meanwhile: a dead executor's graph or memory, freed while another
+    graph is captured, breaks the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
