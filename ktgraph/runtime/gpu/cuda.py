@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -221,7 +221,7 @@ class CudaDevice(GpuDevice):
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None, None, None]:
     """Python collects no garbage meanwhile: a dead executor's graph or memory, freed while another
     graph is captured, breaks the capture."""
     was_on = gc.isenabled()
