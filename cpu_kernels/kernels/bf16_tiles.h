@@ -51,12 +51,12 @@ static void bf16_tile_block(const char* a, long a_stride, const char* b, long b_
 #elif defined(KTG_BF16_DOTS)
 constexpr int kDotRows = 8;  // 16 sums hide the latency of vdpbf16ps
 
-template <int NB>
+template <int M, int NB>
 static void bf16_dot_block(const char* a, long a_stride, const char* b, long b_tile, long k,
                            float* c, long c_row, bool fresh) {
-  F acc[kDotRows][NB];
+  F acc[M][NB];
 #pragma GCC unroll 8
-  for (int m = 0; m < kDotRows; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < NB; ++n) acc[m][n] = fresh ? zero() : load(c + m * c_row + n * 16);
   for (long at = 0; at < k; at += 2, a += 4, b += 64) {
@@ -64,7 +64,7 @@ static void bf16_dot_block(const char* a, long a_stride, const char* b, long b_t
 #pragma GCC unroll 2
     for (int n = 0; n < NB; ++n) w[n] = load_block(b + n * b_tile);
 #pragma GCC unroll 8
-    for (int m = 0; m < kDotRows; ++m) {
+    for (int m = 0; m < M; ++m) {
       int pair;
       __builtin_memcpy(&pair, a + m * a_stride, 4);
 #pragma GCC unroll 2
@@ -72,7 +72,7 @@ static void bf16_dot_block(const char* a, long a_stride, const char* b, long b_t
     }
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < kDotRows; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < NB; ++n) store(c + m * c_row + n * 16, acc[m][n]);
 }
@@ -81,7 +81,17 @@ template <int MA, int NB>
 static void bf16_tile_block(const char* a, long a_stride, const char* b, long b_tile, long k,
                             float* c, long c_row, bool fresh) {
   for (int m = 0; m < 16 * MA; m += kDotRows)
-    bf16_dot_block<NB>(a + m * a_stride, a_stride, b, b_tile, k, c + m * c_row, c_row, fresh);
+    bf16_dot_block<kDotRows, NB>(a + m * a_stride, a_stride, b, b_tile, k, c + m * c_row, c_row,
+                                 fresh);
+}
+
+// At most 16 rows, in blocks of 8 and 4: an expert often has few.
+template <int NB>
+static void bf16_few_rows(const char* a, long a_stride, long rows, const char* b, long b_tile,
+                          long k, float* c, long c_row, bool fresh) {
+  for (; rows > 4; rows -= kDotRows, a += kDotRows * a_stride, c += kDotRows * c_row)
+    bf16_dot_block<kDotRows, NB>(a, a_stride, b, b_tile, k, c, c_row, fresh);
+  if (rows > 0) bf16_dot_block<4, NB>(a, a_stride, b, b_tile, k, c, c_row, fresh);
 }
 #endif
 
@@ -98,6 +108,19 @@ static void bf16_rows(const Tiles& t, const char* a, long stride, long k0, long 
     bf16_tile_block<MA, 1>(a, stride, b + n * tile, tile, k, c + n * 16, c_row, k0 == 0);
 }
 
+#ifdef KTG_BF16_DOTS
+static void bf16_tail(const Tiles& t, const char* a, long stride, long rows, long k0, long k,
+                      float* c, long c_row) {
+  const long tile = t.w->tile_bytes;
+  const char* b = tile_data(t, 0) + k0 * 32;
+  long n = 0;
+  for (; n + 2 <= t.count; n += 2)
+    bf16_few_rows<2>(a, stride, rows, b + n * tile, tile, k, c + n * 16, c_row, k0 == 0);
+  if (n < t.count)
+    bf16_few_rows<1>(a, stride, rows, b + n * tile, tile, k, c + n * 16, c_row, k0 == 0);
+}
+#endif
+
 // C = tiles * rows; x rows are kpad bf16 values, `stride` bytes apart. Rows of x and C up to the
 // next multiple of 16 are read and written.
 static void bf16_tiles_times_rows(const Tiles& t, const char* x, long stride, long rows, float* c,
@@ -111,6 +134,12 @@ static void bf16_tiles_times_rows(const Tiles& t, const char* x, long stride, lo
         _mm_prefetch(tile_data(t, n) + ahead + i, _MM_HINT_T1);
     for (long m = 0; m < rows; m += 32) {
       const char* a = x + m * stride + k0 * 2;
+#ifdef KTG_BF16_DOTS
+      if (rows - m <= 16) {
+        bf16_tail(t, a, stride, rows - m, k0, k, c + m * c_row, c_row);
+        continue;
+      }
+#endif
       rows - m > 16 ? bf16_rows<2>(t, a, stride, k0, k, c + m * c_row, c_row)
                     : bf16_rows<1>(t, a, stride, k0, k, c + m * c_row, c_row);
     }
