@@ -15,8 +15,6 @@ tokens before as its counter: no state, and no other sequence, has part in it.
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -101,27 +99,28 @@ def choose(logits: Floats, how: Ints) -> int:
 
 
 def kept(logits: Floats, how: Ints) -> tuple[Longs, Longs]:
-    """Ids of the tokens that are kept, in order, and their weights; none of either is 0 long."""
+    """Ids of the tokens that are kept, in order, and their weights; at least one."""
     q = distances(logits, how)
-    top_k = int(how[TOP_K])
-    ids = np.arange(q.size)
+    far, top_k = FARTHEST, int(how[TOP_K])
     if 0 < top_k < q.size:
-        ids = np.flatnonzero(q <= np.partition(q, top_k - 1)[top_k - 1])
-    weight = weights(q[ids])
+        far = int(np.partition(q, top_k - 1)[top_k - 1])
     if how[TOP_P] < 1 << FINE:
-        near = q[ids] <= _enough(q[ids], weight, int(how[TOP_P]))
-        ids, weight = ids[near], weight[near]
-    near = q[ids] <= how[REACH]
-    return ids[near], weight[near]
+        far = _enough(q[q <= far], int(how[TOP_P]))
+    far = min(far, int(how[REACH]))
+    if far == FARTHEST:
+        return np.arange(q.size), weights(q)
+    ids = np.flatnonzero(q <= far)
+    return ids, weights(q[ids])
 
 
-def _enough(q: Ints, weight: Longs, top_p: int) -> int:
+def _enough(q: Ints, top_p: int) -> int:
     """The least distance up to which tokens weigh top_p (in 2^-24) of all or more."""
+    weight = weights(q)
     total = int(weight.sum())
     wanted = total * top_p >> FINE
     near = weight >= (total - wanted) // q.size  # all the others together weigh less than 1 - top_p
     q, weight = q[near], weight[near]
-    order = q.argsort(kind="stable")
+    order = q.argsort()
     return int(q[order][np.searchsorted(weight[order].cumsum(), wanted)])
 
 
@@ -129,18 +128,26 @@ def distances(logits: Floats, how: Ints) -> Ints:
     """How much less likely than the likeliest each token is, i32[VOC] in 2^-24 halvings."""
     top, scale = logits.max(), how[SCALE : SCALE + 1].view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        z = (top - logits) * scale
-        fine = np.where(z < HALVINGS, z * np.float32(1 << FINE), np.float32(FARTHEST))
-    return np.where(logits == top, 0, fine).astype(np.int32)
+        z = top - logits
+        z *= scale
+    np.fmin(z, HALVINGS, out=z)
+    z *= 1 << FINE
+    q = z.astype(np.int32)
+    q[logits == top] = 0  # infinities too
+    return q
 
 
 def weights(q: Ints) -> Longs:
     """2^43 * 2^(-q / 2^24), rounded down; never rises with q."""
     f = (q & ((1 << FINE) - 1)).astype(np.int64)
-    p: Any = COEFFICIENTS[-1]
-    for c in reversed(COEFFICIENTS[:-1]):
-        p = c - (p * f >> FINE)
-    return p << (WEIGHT_BITS - 31) >> (q >> FINE)
+    p = np.full_like(f, COEFFICIENTS[-1])
+    for c in reversed(COEFFICIENTS[:-1]):  # in place: fresh memory costs more than the arithmetic
+        p *= f
+        p >>= FINE
+        np.subtract(c, p, out=p)
+    p <<= WEIGHT_BITS - 31
+    p >>= q >> FINE
+    return p
 
 
 def random_point(total: int, how: Ints) -> int:
