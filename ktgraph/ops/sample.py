@@ -15,6 +15,7 @@ tokens before as its counter: no state, and no other sequence, has part in it.
 from __future__ import annotations
 
 import math
+
 import numpy as np
 import numpy.typing as npt
 import torch

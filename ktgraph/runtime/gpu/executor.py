@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
 import torch
 
 from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ops.sample import most_needed
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
-from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
+from ktgraph.runtime.cache import CacheShape, InPlaceState, Ints, window_of
 from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
 from ktgraph.runtime.gpu.device import GpuDevice, Step
+from ktgraph.runtime.gpu.flights import Flight, Flights
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
@@ -75,6 +78,7 @@ class GpuExecutor:
         )
         width, windows = shape.pages_for(shape.sequence_rows), [w for w, _ in shape.windows]
         self._inputs = Inputs(device, self._most(), width, windows)
+        self._flights = Flights(device, self._most().sequences)
         self._arguments = {p.name: self._staged(p) for p in plan.phases}
         first = 0
         self._phases: dict[str, BoundPhase] = {}
@@ -129,20 +133,78 @@ class GpuExecutor:
         return [r.clone() for r in self._call(phase, [], step)]
 
     def _call(self, phase: str, ids: list[int], step: StepArrays) -> list[torch.Tensor]:
+        self.settle()
+        with self._guarded():
+            upload = self._inputs.set(ids, step)
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            return self._phases[phase].run(step, upload)
+
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """After any failure inside, Ctrl-C too, the executor is as new; what runs is lost."""
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
             self._recover()
         self._is_under_way = True
         try:
-            self._inputs.set(ids, step)
-            self.mailboxes.set_sizes(step.tokens, step.rows)
-            found = self._phases[phase].run(step)
-        except BaseException:  # Ctrl-C too
+            yield
+        except BaseException:
             self._recover()
             raise
         self._is_under_way = False
-        return found
+
+    # -- steps that choose tokens -----------------------------------------------------------------
+    @property
+    def samples(self) -> bool:
+        """Whether the GPU chooses tokens itself."""
+        return all(phase.samples for phase in self._phases.values())
+
+    def can_overlap(self, phase: str) -> bool:
+        """Whether a step may be started while another runs: the host has no part in it."""
+        return self.parts[phase].can_capture and self.counts is None
+
+    def start(self, phase: str, ids: list[int] | None, step: StepArrays, how: Ints) -> Flight:
+        """Start a call that chooses a token for every row; i32[rows, 7] say how (`sample.tokens`).
+
+        ids: None takes the tokens that the flight before chose, as `goes_on` allows.
+        Raises ExecutionError as `call` does.
+        """
+        if ids is not None:
+            self.settle()
+        with self._guarded():
+            upload = self._inputs.set(ids, step, how)
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            flight = self._flights.begin(phase, step.tokens, step.rows)
+            self._phases[phase].start(step, upload, most_needed(how))
+            self.device.run([self.device.copy(self._inputs.ids[: step.rows], flight.where)])
+            flight.end = self.device.mark()
+            return flight
+
+    def goes_on(self, flight: Flight) -> bool:
+        """Whether a call of the flight's tokens, one each, may be started now.
+
+        Nothing may have run since, for it reads those tokens where they were left, and mailboxes
+        know the sizes of one call only.
+        """
+        same = flight.taken == flight.rows or not self.mailboxes.boxes
+        return self._flights.under_way == [flight] and same
+
+    def land(self, flight: Flight) -> list[int]:
+        """The tokens of a started call, once it has ended; raises ExecutionError as `call` does."""
+        if flight.lost:
+            raise ExecutionError(f"this step of @{flight.phase} was lost by a failure after it")
+        if flight.tokens is None:
+            with self._guarded():
+                self._phases[flight.phase].land(flight.end)
+                self._flights.landed(flight)
+        assert flight.tokens is not None
+        return flight.tokens
+
+    def settle(self) -> None:
+        """Let everything that was started end; its tokens are kept for who asks."""
+        for flight in list(self._flights.under_way):
+            self.land(flight)
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
         """Give a layer's slots to these experts; nothing is captured again.
@@ -153,6 +215,7 @@ class GpuExecutor:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:
             self._recover()
+        self.settle()
         self.device.run(self.residency.change(layer, experts))
         if not self.device.finish(lambda: None, phases.PATIENCE):
             raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
@@ -170,6 +233,7 @@ class GpuExecutor:
         ]
         if on and away:
             raise ExecutionError(f"a router on the host is not counted beside a GPU:\n  {away[0]}")
+        self.settle()
         self.counts = RouterCounts(self.plan, self.device.torch_device) if on else None
         for phase in self._phases.values():
             phase.forget_steps()
@@ -177,11 +241,14 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        with suppress(ExecutionError):  # of a step whose tokens nobody waits for
+            self.settle()
         self._is_closed = True
         self.mailboxes.close()
 
     def _recover(self) -> None:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""
+        self._flights.lose_all()
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
         self._is_under_way = False
@@ -218,9 +285,9 @@ class GpuExecutor:
         return {s.name: self.device.host(slot_nbytes(s, most)) for s in slots}
 
     def uploads(self, phase: PhasePlan, sizes: Sizes) -> list[Step]:
-        """Steps that bring a call's inputs to the GPU, from the same places in every call."""
+        """Steps that bring a plain module's arguments to the GPU."""
         bound = {"T": sizes.tokens, "O": sizes.rows}
-        steps: list[Step] = [self._inputs.upload]
+        steps: list[Step] = []
         for slot in argument_slots(phase)[0]:
             if slot.name not in self._arguments[phase.name]:
                 continue

@@ -1,0 +1,314 @@
+"""Tokens chosen on the GPU, one step ahead, are those that the host chooses from the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hybrid_models import OPTIONS, bind, place
+from lowered_models import MODELS, prompts
+
+from ktgraph.errors import UnsupportedInputError
+from ktgraph.generate import Decoder, Endings, Generation, Limits
+from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.gpu.device import KernelCall, Step
+from ktgraph.runtime.gpu.executor import GpuExecutor
+from ktgraph.runtime.gpu.simulated import SimulatedDevice
+from ktgraph.runtime.paged_runner import RunnerBusyError
+from ktgraph.runtime.runner import Runner
+from ktgraph.sampling import Sampling
+
+SMALL = replace(OPTIONS, max_batch=2)
+TEXTS = prompts(5, 1, 19)  # more than fit into a batch, and one longer than a call
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=1.0, seed=3)
+FILTERED = Sampling(temperature=1.5, top_k=30, top_p=0.9, min_p=0.01, seed=8)
+EACH = [GREEDY, DRAWN, FILTERED]
+
+
+def make(model: str, experts: str, device: SimulatedDevice | None = None, **more: Any) -> Runner:
+    module = MODELS[model]()
+    place(module, experts, options=SMALL)
+    return bind(module, SMALL, device, **more)
+
+
+def limits(runner: Runner) -> Limits:
+    return Limits(
+        runner.max_tokens, runner.max_batch, runner.context, runner.cache_rows, runner.page_size,
+        runner.vocabulary,
+    )  # fmt: skip
+
+
+class OnHost:
+    """A runner whose tokens can only be chosen from logits."""
+
+    def __init__(self, runner: Runner) -> None:
+        for name in ("open", "close", "length", "truncate", "forward"):
+            setattr(self, name, getattr(runner, name))
+
+
+def generated(
+    runner: Runner,
+    sampling: Sequence[Sampling] = EACH,
+    texts: Sequence[Sequence[int]] = TEXTS,
+    on_host: bool = False,
+    **endings: Any,
+) -> Generation:
+    used: Any = OnHost(runner) if on_host else runner
+    given: Any = {"max_new_tokens": 9} | endings
+    found, events = Decoder(used, limits(runner), None).start(texts, sampling, Endings(**given))
+    for _ in events:
+        pass
+    is_empty(runner)
+    return found
+
+
+def is_empty(runner: Runner) -> None:
+    assert len(runner.sequences) == 0
+    assert runner.sequences.pool.free == runner.sequences.pool.pages
+
+
+@pytest.fixture(params=[("mla", "resident"), ("gqa", "cpu")], ids="-".join, scope="module")
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    made = make(*request.param)
+    yield made
+    made.executor.close()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[object]:
+    """Calls of a method from now on."""
+    calls: list[object] = []
+    inner = getattr(owner, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        return inner(*given, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def test_tokens_are_those_of_the_host(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged batches of greedy and drawn rows; logits stay on the GPU, most steps go ahead."""
+    want = generated(runner, on_host=True)
+    logits, ahead = (counted(monkeypatch, runner, n) for n in ("forward", "start_next"))
+    assert generated(runner).ids == want.ids
+    assert not logits
+    assert len(ahead) > 9
+    assert len({tuple(ids) for ids in want.ids}) == len(TEXTS)
+
+
+def test_alone_or_in_a_batch(runner: Runner) -> None:
+    together = generated(runner).ids
+    for text, sampling, ids in zip(TEXTS, EACH, together, strict=True):
+        assert generated(runner, [sampling], [text]).ids == [ids]
+
+
+@pytest.mark.parametrize("experts", ["streamed prefill", "cpu"])
+def test_graphs_give_the_same_tokens(experts: str) -> None:
+    found: list[list[list[int]]] = []
+    for capture in (False, True):
+        made = make("gqa", experts, capture=capture)
+        found.append(generated(made).ids)
+        made.executor.close()
+    assert found[0] == found[1]
+
+
+def test_kinds_of_batches_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy steps launch no kernel for drawn ones."""
+    device = SimulatedDevice()
+    made = make("mla", "resident", device)
+    kernels = counted(monkeypatch, device, "kernel")
+    for sampling, most in ((GREEDY, "greedy"), (DRAWN, "draw"), (FILTERED, "filter")):
+        kernels.clear()
+        generated(made, [sampling], TEXTS[:1])
+        calls = [c[0] for c in kernels]  # pyright: ignore[reportIndexIssue, reportUnknownVariableType]
+        chosen = [c.attrs["most"] for c in calls if c.definition.name == "sample.tokens"]
+        assert set(chosen) == {most}
+    made.executor.close()
+
+
+def test_sequences_that_end_leave_a_step_with_a_row_too_many(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End tokens in the middle of texts: the others go on as if nothing had happened."""
+    whole = generated(runner, on_host=True).ids
+    ends = frozenset({whole[1][4], whole[2][1]})
+    want = generated(runner, on_host=True, eos=ends)
+    assert {c.finish for c in want.continuations} == {"eos", "length"}
+    found = generated(runner, eos=ends)
+    assert found.ids == want.ids
+    assert [c.finish for c in found.continuations] == [c.finish for c in want.continuations]
+    new = max(n for n in range(2, 8) if whole[1][n] not in whole[1][:n])
+    dropped = counted(monkeypatch, runner, "drop")
+    lone = generated(runner, EACH[1:2], TEXTS[1:2], eos=frozenset({whole[1][new]}))
+    assert lone.ids == [whole[1][:new]]
+    assert dropped
+
+
+def test_a_sequence_that_stays_open_has_no_surplus_row(runner: Runner) -> None:
+    """A turn of a chat that ends early, and one after it."""
+    text = TEXTS[2]
+    whole = generated(runner, [GREEDY], [text]).ids[0]
+    lengths: list[int] = []
+    answers: list[list[int]] = []
+    for used in (runner, OnHost(runner)):
+        seq = runner.open()
+        decoder = Decoder(used, limits(runner), None)  # pyright: ignore[reportArgumentType]
+        ids = text
+        for endings in (Endings(20, frozenset({whole[5]})), Endings(7)):
+            found, events = decoder.resume(seq, ids, GREEDY, endings)
+            list(events)
+            lengths.append(runner.length(seq))
+            answers += found.ids
+            ids = [*ids, *found.ids[0], 4, 2]
+        runner.close(seq)
+        is_empty(runner)
+    assert answers[:2] == answers[2:]
+    assert lengths[:2] == lengths[2:]
+    assert lengths[0] == len(text) + len(answers[0])
+
+
+def test_calls_between_two_pieces_of_a_stream(runner: Runner) -> None:
+    """A call in between has the ids' place on the GPU: the next step brings its own again."""
+    want = generated(runner).ids
+    other = prompts(4, seed=5)[0]
+    logits = runner.forward([(seq := runner.open(), other)])
+    runner.close(seq)
+    found, events = Decoder(runner, limits(runner), None).start(TEXTS, EACH, Endings(9))
+    for n, _ in enumerate(events):
+        if n % 4 == 1:
+            seq = runner.open()
+            assert runner.forward([(seq, other)]).equal(logits)
+            runner.close(seq)
+        if n == 7:
+            assert generated_beside(runner, TEXTS[0], EACH[0]) == want[0][:4]
+    assert found.ids == want
+
+
+def generated_beside(runner: Runner, text: Sequence[int], sampling: Sampling) -> list[int]:
+    found, events = Decoder(runner, limits(runner), None).start([text], [sampling], Endings(4))
+    list(events)
+    return found.ids[0]
+
+
+def test_leaving_a_stream_early_drops_what_was_started(runner: Runner) -> None:
+    want = generated(runner).ids
+    for pieces in (1, 5, 20):
+        found, events = Decoder(runner, limits(runner), None).start(TEXTS, EACH, Endings(9))
+        for _ in range(pieces):
+            next(events)
+        events.close()
+        is_empty(runner)
+        for ids, all_ids in zip(found.ids, want, strict=True):
+            assert ids == all_ids[: len(ids)]
+    assert generated(runner).ids == want
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_interrupt_in_the_middle_of_a_step(
+    runner: Runner, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = generated(runner).ids
+    assert isinstance(runner.executor, GpuExecutor)
+    device = runner.executor.device
+    finish, calls = device.finish, [0]
+
+    def interrupted(look: Callable[[], object], patience: float, mark: object = None) -> bool:
+        calls[0] += 1
+        if calls[0] == at:
+            device.is_done(mark)  # works until the first answer of the CPU is missing
+            raise KeyboardInterrupt
+        return finish(look, patience, mark)
+
+    found, events = Decoder(runner, limits(runner), None).start(TEXTS, EACH, Endings(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(events)
+    is_empty(runner)
+    for ids, all_ids in zip(found.ids, want, strict=True):
+        assert ids == all_ids[: len(ids)]
+    assert generated(runner).ids == want
+
+
+def test_a_kernel_that_fails_in_a_step_ahead() -> None:
+    """One error; rows are those before the failed step, and the next text is right."""
+
+    class Failing(SimulatedDevice):
+        left = -1
+
+        def kernel(self, call: KernelCall) -> Step:
+            step = super().kernel(call)
+            if call.definition.name != "sample.tokens":
+                return step
+
+            def run() -> object:
+                self.left -= 1
+                if self.left == 0:
+                    raise ValueError("a kernel failed")
+                return step()
+
+            return run
+
+    device = Failing()
+    made = make("mla", "cpu", device)
+    want = generated(made, EACH[:2], TEXTS[:2]).ids
+    device.left = 5
+    found, events = Decoder(made, limits(made), None).start(TEXTS[:2], EACH[:2], Endings(9))
+    with pytest.raises((ExecutionError, ValueError), match="a kernel failed"):
+        list(events)
+    is_empty(made)
+    assert found.ids == [ids[:4] for ids in want]
+    device.left = -1
+    assert generated(made, EACH[:2], TEXTS[:2]).ids == want
+    made.executor.close()
+
+
+def test_penalties_are_for_the_host(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that needs its logits makes the step one of logits; others draw the same."""
+    mixed = [Sampling(repetition_penalty=1.3), DRAWN, FILTERED]
+    want = generated(runner, mixed, TEXTS, on_host=True).ids
+    logits = counted(monkeypatch, runner, "forward")
+    assert generated(runner, mixed, TEXTS).ids == want
+    assert logits
+
+
+def test_what_a_step_under_way_forbids(runner: Runner) -> None:
+    from ktgraph.ops.sample import settings
+
+    how = settings(0.0, 0, 1.0, 0.0, 0)[None]
+    seq, other = runner.open(), runner.open()
+    started = runner.start([(seq, [1, 2, 3])], how)
+    assert runner.length(seq) == 0
+    with pytest.raises(RunnerBusyError, match=f"a step of sequence {seq} is under way"):
+        runner.forward([(seq, [4])])
+    runner.forward([(other, [4])])
+    with pytest.raises(UnsupportedInputError, match="no longer on the GPU"):
+        runner.start_next(started, how)
+    (token,) = runner.tokens(started)
+    assert runner.length(seq) == 3
+    runner.truncate(seq, 0)
+    assert int(runner.forward([(seq, [1, 2, 3])]).argmax()) == token
+    runner.close(seq)
+    runner.close(other)
+    is_empty(runner)
+
+
+def test_a_request_longer_than_a_call() -> None:
+    """Its calls but the last are run at once; tokens come in the order of the requests."""
+    from ktgraph.ops.sample import settings
+
+    made = make("mla", "cpu")
+    texts = prompts(14, 40, seed=7)
+    seqs = [made.open() for _ in texts]
+    how = settings(0.0, 0, 1.0, 0.0, 0)[None].repeat(2, 0)
+    tokens = made.tokens(made.start(list(zip(seqs, texts, strict=True)), how))
+    for seq, text in zip(seqs, texts, strict=True):
+        assert made.length(seq) == len(text)
+        made.truncate(seq, 0)
+    rows = made.forward(list(zip(seqs, texts, strict=True)))
+    assert tokens == rows.argmax(-1).tolist()
+    made.executor.close()
