@@ -59,6 +59,7 @@ class GpuExecutor:
         self.capture = capture
         self.trace: list[TraceEvent] | None = None
         self.counts: RouterCounts | None = None  # of chosen experts, while they are counted
+        self.samples = False  # whether the GPU chooses tokens itself
         self._is_closed = False
         self._is_under_way = False
         self.arenas = {
@@ -86,6 +87,7 @@ class GpuExecutor:
             bound = BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
+        self.samples = all(phase.samples for phase in self._phases.values())
         self.mailboxes.start()
 
     def _check_order(self) -> None:
@@ -155,11 +157,6 @@ class GpuExecutor:
         self._is_under_way = False
 
     # -- steps that choose tokens -----------------------------------------------------------------
-    @property
-    def samples(self) -> bool:
-        """Whether the GPU chooses tokens itself."""
-        return all(phase.samples for phase in self._phases.values())
-
     def can_overlap(self, phase: str) -> bool:
         """Whether a step may be started while another runs: the host has no part in it."""
         return self.parts[phase].can_capture and self.counts is None
