@@ -1,8 +1,8 @@
 """From a row of logits to the next token, in transformers' order of steps.
 
 repetition penalty -> temperature -> top-k -> top-p -> min-p -> draw.  Temperature 0 is greedy: the
-penalty still applies, the filters cannot change the largest logit.  All but the penalty is the op
-`sample.tokens`, on the host as on a GPU (`ktgraph/ops/sample.py`).
+penalty still applies, the filters cannot change the largest logit.  It is the op `sample.tokens`,
+on the host as on a GPU (`ktgraph/ops/sample.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ktgraph.errors import UnsupportedInputError, is_whole
-from ktgraph.ops.sample import POSITION, choose, settings
+from ktgraph.ops.sample import POSITION, choose, mark, penalized, seen_words, settings
 from ktgraph.runtime.window_pages import Ints
 
 
@@ -63,17 +63,13 @@ class Sampler:
         self.sampling = sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._settings = settings(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed, len(prompt)
-        )
-        self._seen: Tensor | None = None
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed, len(prompt),
+            sampling.repetition_penalty,
+        )  # fmt: skip
+        self.seen: Ints | None = None  # bits of the tokens that a penalty is for
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(vocabulary, dtype=torch.bool)
-            self._seen[torch.tensor(list(prompt), dtype=torch.long)] = True
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the host must choose: only it knows which tokens a penalty is for."""
-        return self._seen is not None
+            self.seen = np.zeros(seen_words(vocabulary), np.int32)
+            mark(self.seen, prompt)
 
     def settings(self, ahead: int = 0) -> Ints:
         """The row of `sample.tokens` for the next token, or the one `ahead` of that."""
@@ -85,26 +81,19 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> int:
         """The next token, given f32[VOC]; counts it as taken."""
-        if self._seen is not None:
-            logits = penalize(logits, self._seen, self.sampling.repetition_penalty)
         # numpy: torch's argmax of a large vocabulary wakes OpenMP threads that spin for a while
-        token = choose(logits.numpy(), self._settings)
+        scores = logits.numpy()
+        if self.seen is not None:
+            scores = penalized(scores, self._settings, self.seen)
+        token = choose(scores, self._settings)
         self.take(token)
         return token
 
     def take(self, token: int) -> None:
         """Count a token that was chosen elsewhere: the next one stands behind it."""
         self._settings[POSITION] += 1
-        if self._seen is not None:
-            self._seen[token] = True
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits[VOC], those of `seen` tokens (bool[VOC]) moved down (arXiv 1909.05858, sec. 4.1)."""
-    if penalty == 1.0:
-        return logits
-    moved = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, moved, logits)
+        if self.seen is not None:
+            mark(self.seen, [token])
 
 
 def _is_number(value: object) -> bool:

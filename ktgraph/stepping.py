@@ -2,8 +2,8 @@
 
 A runner that chooses tokens itself is kept one step ahead: the next step is started on tokens that
 only the GPU knows, before those are read here.  When a sequence ends on such a token, the step that
-was started has a row too many, whose token is left out; when all end, it is dropped.  Otherwise,
-and for sequences whose sampler needs logits, a step is a `forward` and a choice here.
+was started has a row too many, whose token is left out; when all end, it is dropped.  With another
+runner a step is a `forward` and a choice here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ChoosingRunner(Protocol):
 
     @property
     def samples(self) -> bool: ...
-    def start(self, requests: Requests, how: Ints) -> Any: ...
-    def start_next(self, started: Any, how: Ints) -> Any: ...
+    def start(self, requests: Requests, how: Ints, seen: Ints | None) -> Any: ...
+    def start_next(self, started: Any, how: Ints, seen: Ints | None) -> Any: ...
     def goes_on(self, started: Any) -> bool: ...
     def tokens(self, started: Any) -> list[int]: ...
     def drop(self, started: Any) -> None: ...
@@ -86,7 +86,7 @@ class Steps(Generic[W]):
         """
         began = time.perf_counter()
         ends = [len(ids) == len(work.pending) for work, ids in batch]
-        if self._chooser is None or any(w.sampler.needs_logits for w, _ in batch):
+        if self._chooser is None:
             rows = self._runner.forward([(_seq(w), ids) for w, ids in batch])
             seconds = time.perf_counter() - began
             given = zip(batch, rows, ends, strict=True)
@@ -107,14 +107,12 @@ class Steps(Generic[W]):
         """The tokens of a batch, and the step's own seconds; the step after it is started."""
         works = [w for w, _ in batch]
         if not self._started:
-            how = np.stack([w.sampler.settings() for w in works])
             requests = [(_seq(w), ids) for w, ids in batch]
-            self._started.append((chooser.start(requests, how), works))
+            self._started.append((chooser.start(requests, *_choices(works)), works))
         started, rows = self._started[0]
         goes_on = may_go_on and len(rows) == len(works) and not any(w.is_at_end for w in works)
         if goes_on and chooser.goes_on(started):
-            how = np.stack([w.sampler.settings(ahead=1) for w in works])
-            self._started.append((chooser.start_next(started, how), works))
+            self._started.append((chooser.start_next(started, *_choices(works, ahead=1)), works))
         found = dict(zip(map(id, rows), chooser.tokens(started), strict=True))
         del self._started[0]
         return [found[id(w)] for w in works], float(started.seconds)
@@ -123,6 +121,16 @@ class Steps(Generic[W]):
     def _taken(work: W, token: int) -> int:
         work.sampler.take(token)
         return token
+
+
+def _choices(works: Sequence[Work], ahead: int = 0) -> tuple[Ints, Ints | None]:
+    """How tokens are chosen, and those that a penalty is for, if there is one."""
+    how = np.stack([w.sampler.settings(ahead) for w in works])
+    marked = [w.sampler.seen for w in works]
+    some = next((m for m in marked if m is not None), None)
+    if some is None:
+        return how, None
+    return how, np.stack([np.zeros_like(some) if m is None else m for m in marked])
 
 
 def _seq(work: Work) -> int:

@@ -13,7 +13,6 @@ from ktgraph.ops import sample
 from ktgraph.ops.sample import choose, distances, kept, philox, random_point, settings, weights
 from ktgraph.runtime.window_pages import Ints
 from ktgraph.sampling import Sampler, Sampling
-from ktgraph.sampling import penalize as penalized
 
 VOC = 97
 
@@ -54,10 +53,12 @@ def test_each_filter_is_transformers(seed: int, p: float) -> None:
 @given(st.integers(0, 10**6), st.floats(0.5, 2.0))
 def test_repetition_penalty_is_transformers(seed: int, penalty: float) -> None:
     scores, ids = logits(seed), [seed % VOC, 3, 3, 50]
-    seen = torch.zeros(VOC, dtype=torch.bool)
-    seen[torch.tensor(ids)] = True
     step = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-    assert torch.equal(penalized(scores, seen, penalty), processed(step, scores, ids))
+    seen = np.zeros(sample.seen_words(VOC), np.int32)
+    sample.mark(seen, ids[:3])
+    row = settings(0.0, 0, 1.0, 0.0, 0, penalty=penalty)
+    found = torch.from_numpy(sample.penalized(scores.numpy(), row, seen, last=ids[3]))
+    assert torch.equal(found, processed(step, scores, ids))
 
 
 @given(st.integers(0, 10**6))

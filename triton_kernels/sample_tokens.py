@@ -12,6 +12,8 @@ kept q, and the token, by halving: about 80 sums over the list, which lies in L1
 tokens at most, unless the distribution is nearly flat).  Sums are of int64, so their order does not
 matter; nor does the list's, which an atomic counter gives.
 
+A repetition penalty is applied wherever a logit is read: one bit a token tells for which.
+
 Floor: reading the logits once (205 KB for 102,400 in bf16: below 0.1 us at an H200's rate), so the
 time is that of the launches and of the searches.  Scratch: 16 bytes a logit for rows with filters.
 """
@@ -35,7 +37,7 @@ _HALVINGS = tl.constexpr(sample.HALVINGS)
 _FARTHEST = tl.constexpr(sample.FARTHEST)
 _SHIFT = tl.constexpr(sample.WEIGHT_BITS - 31)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in sample.COEFFICIENTS)
-_SCALE, _TOP_K, _TOP_P, _REACH, _SEED_LOW, _SEED_HIGH, _POSITION = (
+_SCALE, _TOP_K, _TOP_P, _REACH, _SEED_LOW, _SEED_HIGH, _POSITION, _PENALTY = (
     tl.constexpr(n) for n in range(sample.COLUMNS)
 )
 _COLUMNS = tl.constexpr(sample.COLUMNS)
@@ -43,14 +45,21 @@ _NEVER = tl.constexpr(-(1 << 63))  # ranks below every token
 
 
 @cuda_kernel("sample.tokens", name="triton.sample_tokens", nmse=0.0)
-def sample_tokens(logits: torch.Tensor, how: torch.Tensor, *, out, most: str) -> None:
+def sample_tokens(
+    logits: torch.Tensor,
+    how: torch.Tensor,
+    seen: torch.Tensor | None,
+    last: torch.Tensor | None,
+    *,
+    out,
+    most: str,
+) -> None:
     (tokens,) = out
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
-    assert all(t.is_contiguous() for t in (how, tokens))
+    assert all(t.is_contiguous() for t in (how, tokens, seen, last) if t is not None)
     assert vocabulary <= sample.MOST_TOKENS
     blocks = triton.cdiv(vocabulary, _BLOCK)
-    width = max(16, triton.next_power_of_2(blocks))
     best = logits.new_empty((rows, blocks), dtype=torch.int64)
     mass = count = ids = near = weight = None
     if most != "greedy":
@@ -59,20 +68,23 @@ def sample_tokens(logits: torch.Tensor, how: torch.Tensor, *, out, most: str) ->
         count = logits.new_empty((rows,), dtype=torch.int32)
         ids, near = (logits.new_empty((rows, vocabulary), dtype=torch.int32) for _ in range(2))
         weight = logits.new_empty((rows, vocabulary), dtype=torch.int64)
-    stride, grid, pdl = logits.stride(0), (blocks, rows), dependent_launch()
-    _best[grid](
-        logits, best, count, stride, vocabulary,
-        BLOCK=_BLOCK, FILTER=most == "filter", num_warps=_WARPS, **pdl,
-    )  # fmt: skip
+    words = 0 if seen is None else seen.shape[1]
+    read = (logits, how, seen, last, logits.stride(0), vocabulary, words)
+    fixed = {
+        "BLOCK": _BLOCK, "FILTER": most == "filter", "num_warps": _WARPS,
+        "enable_fp_fusion": False,  # as the reference rounds
+        **dependent_launch(),
+    }  # fmt: skip
+    wide = {"WIDTH": max(16, triton.next_power_of_2(blocks))}
+    _best[(blocks, rows)](*read, best, count, **fixed)
     if mass is not None:
-        _weigh[grid](
-            logits, how, best, mass, count, ids, near, weight, stride, vocabulary, blocks,
-            BLOCK=_BLOCK, WIDTH=width, FILTER=most == "filter", num_warps=_WARPS, **pdl,
+        _weigh[(blocks, rows)](
+            *read, best, mass, count, ids, near, weight, blocks, **wide, **fixed
         )  # fmt: skip
     _choose[(rows,)](
-        logits, how, best, mass, count, ids, near, weight, tokens, stride, vocabulary, blocks,
-        BLOCK=_BLOCK, WIDTH=width, CHUNK=_CHUNK, DRAW=most != "greedy", FILTER=most == "filter",
-        num_warps=_LAST_WARPS if most == "filter" else _WARPS, **pdl,
+        *read, best, mass, count, ids, near, weight, tokens, blocks,
+        CHUNK=_CHUNK, DRAW=most != "greedy", **wide,
+        **fixed | {"num_warps": _LAST_WARPS if most == "filter" else _WARPS},
     )  # fmt: skip
 
 
@@ -139,20 +151,30 @@ def _settings(how):
 
 # -- kernels --------------------------------------------------------------------------------------
 @triton.jit
-def _block(logits, row, stride, vocabulary, block, BLOCK: tl.constexpr):
+def _block(logits, how, seen, last, stride, vocabulary, words, row, block, BLOCK: tl.constexpr):
     """Ids and logits of a block of a row, -inf behind the vocabulary."""
     id = block * BLOCK + tl.arange(0, BLOCK)
+    inside = id < vocabulary
     at = logits + row * stride + id
-    return id, tl.load(at, mask=id < vocabulary, other=float("-inf")).to(tl.float32)
+    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    if seen is not None:
+        penalty = tl.load(how + row * _COLUMNS + _PENALTY).to(tl.float32, bitcast=True)
+        bits = tl.load(seen + row * words + (id >> 5), mask=inside, other=0)
+        is_seen = ((bits >> (id & 31)) & 1) == 1
+        if last is not None:
+            is_seen |= id == tl.load(last + row)
+        x = tl.where(is_seen, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
+    return id, x
 
 
 @triton.jit
 def _best(
-    logits, best, count, stride, vocabulary, BLOCK: tl.constexpr, FILTER: tl.constexpr
+    logits, how, seen, last, stride, vocabulary, words, best, count,
+    BLOCK: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
     enter()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    id, x = _block(logits, row, stride, vocabulary, block, BLOCK)
+    id, x = _block(logits, how, seen, last, stride, vocabulary, words, row, block, BLOCK)
     tl.store(best + row * tl.num_programs(0) + block, tl.max(_rank(x, id), 0))
     if FILTER:
         tl.store(count + row, 0, mask=block == 0)
@@ -166,17 +188,16 @@ def _bests(best, row, blocks, WIDTH: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    logits, how, best, mass, count, ids, near, weight, stride, vocabulary, blocks,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FILTER: tl.constexpr,
+    logits, how, seen, last, stride, vocabulary, words, best, mass, count, ids, near, weight,
+    blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
     enter()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    how += row * _COLUMNS
-    scale, top_k, top_p, reach, is_filtered = _settings(how)
+    scale, top_k, top_p, reach, is_filtered = _settings(how + row * _COLUMNS)
     if scale > 0:
         bests = _bests(best, row, blocks, WIDTH)
         top = _ranked(tl.max(bests, 0))
-        id, x = _block(logits, row, stride, vocabulary, block, BLOCK)
+        id, x = _block(logits, how, seen, last, stride, vocabulary, words, row, block, BLOCK)
         q = _distance(x, top, scale)
         w = tl.where(id < vocabulary, _weight(q), 0)
         tl.store(mass + row * blocks + block, tl.sum(w, 0))
@@ -223,7 +244,8 @@ def _kth(q, k):
 
 @triton.jit
 def _choose(
-    logits, how, best, mass, count, ids, near, weight, tokens, stride, vocabulary, blocks,
+    logits, how, seen, last, stride, vocabulary, words, best, mass, count, ids, near, weight,
+    tokens, blocks,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, DRAW: tl.constexpr,
     FILTER: tl.constexpr,
 ):  # fmt: skip
@@ -233,23 +255,23 @@ def _choose(
     rank = tl.max(bests, 0)
     token = (0x7FFFFFFF - (rank & 0xFFFFFFFF)).to(tl.int32)
     if DRAW:
-        how += row * _COLUMNS
-        scale, top_k, top_p, reach, is_filtered = _settings(how)
+        mine = how + row * _COLUMNS
+        scale, top_k, top_p, reach, is_filtered = _settings(mine)
         top = _ranked(rank)
         if (scale > 0) & (top == top):
             b = tl.arange(0, WIDTH)
             masses = tl.load(mass + row * blocks + b, mask=b < blocks, other=0)
             total = tl.sum(masses, 0)
-            point = _random_point(total, how)
+            point = _random_point(total, mine)
             block, point = _at_point(masses, point)
-            id, x = _block(logits, row, stride, vocabulary, block, BLOCK)
+            id, x = _block(logits, how, seen, last, stride, vocabulary, words, row, block, BLOCK)
             w = tl.where(id < vocabulary, _weight(_distance(x, top, scale)), 0)
             place, _ = _at_point(w, point)
             token = block * BLOCK + place
             if FILTER:
                 first = row * vocabulary
                 token = _among(
-                    is_filtered, token, how, ids + first, near + first, weight + first,
+                    is_filtered, token, mine, ids + first, near + first, weight + first,
                     tl.load(count + row), total, top_k, top_p, reach, vocabulary, CHUNK,
                 )  # fmt: skip
     tl.store(tokens + row, token)
@@ -315,26 +337,23 @@ def _sum_to(
     return tl.sum(sums, 0)
 
 
-def _case(dtype: str, most: str, width: int, kernel, warps: int) -> CompileCase:
-    filters = most == "filter"
-    types = {
-        "logits": f"*{dtype}:16", "how": "*i32:16", "best": "*i64:16", "mass": "*i64:16",
-        "count": "*i32:16", "ids": "*i32:16", "near": "*i32:16", "weight": "*i64:16",
-        "tokens": "*i32:16", "stride": "i32:16", "vocabulary": "i32:16", "blocks": "i32",
-    }  # fmt: skip
+def _case(dtype: str, most: str, width: int, kernel, warps: int, penalty: bool = False):
+    filters, names = most == "filter", kernel.arg_names
+    types = {n: "*i32:16" for n in ("how", "seen", "last", "count", "ids", "near", "tokens")}
+    types |= {n: "*i64:16" for n in ("best", "mass", "weight")} | {"logits": f"*{dtype}:16"}
+    types |= {"stride": "i32:16", "vocabulary": "i32:16", "words": "i32", "blocks": "i32"}
     absent = set() if filters else {"count", "ids", "near", "weight"}
     absent |= set() if most != "greedy" else {"mass"}
+    absent |= set() if penalty else {"seen", "last"}
     constants = {
         "BLOCK": _BLOCK, "WIDTH": width, "CHUNK": _CHUNK, "DRAW": most != "greedy",
-        "FILTER": filters,
+        "FILTER": filters, **dict.fromkeys(absent),
     }  # fmt: skip
-    names = kernel.arg_names
     return CompileCase(
         kernel,
-        f"sample{kernel.fn.__name__} {most} {dtype} {width} blocks",
+        f"sample{kernel.fn.__name__} {most}{' penalty' * penalty} {dtype} {width} blocks",
         {n: t for n, t in types.items() if n in names and n not in absent},
-        {n: c for n, c in constants.items() if n in names}
-        | {n: None for n in absent if n in names},
+        {n: c for n, c in constants.items() if n in names},
         num_warps=warps,
     )
 
@@ -346,6 +365,8 @@ COMPILE_CASES = [
     *(_case("bf16", m, 256, _choose, _WARPS) for m in ("greedy", "draw")),
     *(_case("bf16", "filter", w, _choose, _LAST_WARPS) for w in (256, 1024)),
     _case("fp32", "filter", 256, _choose, _LAST_WARPS),
+    *(_case("bf16", "filter", 256, k, _WARPS, True) for k in (_best, _weigh)),
+    _case("bf16", "filter", 256, _choose, _LAST_WARPS, True),
 ]
 
 __all__ = ["sample_tokens"]

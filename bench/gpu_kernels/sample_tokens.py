@@ -66,7 +66,7 @@ def _case(model: str, rows: int, name: str, flat: bool) -> Case:
 
     def ours(i: int) -> None:
         i %= _SETS
-        run(logits[i], there[i], out=(outs[i],), most=most)
+        run(logits[i], there[i], None, None, out=(outs[i],), most=most)
 
     def error() -> float:
         wrong: list[Any] = []

@@ -15,6 +15,7 @@ tokens before as its counter: no state, and no other sequence, has part in it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,8 @@ Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
 # Columns of `how`: one row of settings for each row of logits.
-SCALE, TOP_K, TOP_P, REACH, SEED_LOW, SEED_HIGH, POSITION = range(7)
-COLUMNS = 7
+SCALE, TOP_K, TOP_P, REACH, SEED_LOW, SEED_HIGH, POSITION, PENALTY = range(8)
+COLUMNS = 8
 
 FINE = 24  # bits of a distance below one halving
 HALVINGS = 44  # from here on a token weighs nothing
@@ -42,26 +43,48 @@ COEFFICIENTS = (2147483648, 1488522098, 515879310, 119171518, 20582625, 2747585,
 
 
 @op(
-    'sample.tokens(logits: f[O, VOC], how: i32[O, 7]; most: str = "filter") -> i32[O]',
+    "sample.tokens(logits: f[O, VOC], how: i32[O, 8], seen: i32[O, W]?, last: i32[O]?;"
+    ' most: str = "filter") -> i32[O]',
     launches=3,
-    cases=[case(T=1, VOC=97), case(T=3, VOC=1030), case(T=5, VOC=513)],
+    cases=[case(T=1, VOC=97, W=4), case(T=3, VOC=1030, W=33), case(T=5, VOC=513, W=17)],
 )
-def tokens(logits: torch.Tensor, how: torch.Tensor, *, most: str) -> torch.Tensor:
+def tokens(
+    logits: torch.Tensor,
+    how: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    *,
+    most: str,
+) -> torch.Tensor:
     """The next token of each row: greedy, or drawn from those that top-k, top-p and min-p keep.
 
     how: rows of `settings`.  The first of the largest logits wins, and a NaN counts as largest.
+    seen: the tokens that a repetition penalty is for, as bits of W words (`mark`); absent where no
+    row has one.  last: one more such token of each row, not known to who made the bits.
     most: what the most demanding row needs, "greedy", "draw" or "filter": kernels do no more.
     """
     if most not in ("greedy", "draw", "filter"):
         raise ValueError(f"most={most!r}: expected greedy, draw or filter")
-    found = [choose(r.float().numpy(), h.numpy()) for r, h in zip(logits, how, strict=True)]
+    found: list[int] = []
+    for row in range(logits.shape[0]):
+        scores, settings_of_row = logits[row].float().numpy(), how[row].numpy()
+        if seen is not None:
+            newest = -1 if last is None else int(last[row])
+            scores = penalized(scores, settings_of_row, seen[row].numpy(), newest)
+        found.append(choose(scores, settings_of_row))
     return torch.tensor(found, dtype=torch.int32)
 
 
 def settings(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int = 0
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int = 0,
+    penalty: float = 1.0,
 ) -> Ints:
-    """One row of `how`, i32[7]; see `ktgraph.sampling.Sampling`.
+    """One row of `how`, i32[8]; see `ktgraph.sampling.Sampling`.
 
     seed: its low 64 bits count.  position: tokens before the one that is chosen.
     """
@@ -76,6 +99,7 @@ def settings(
     words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
     row[SEED_LOW : SEED_HIGH + 1] = words.view(np.int32)
     row[POSITION] = position
+    row[PENALTY] = np.float32(penalty).view(np.int32)
     return row
 
 
@@ -86,6 +110,30 @@ def most_needed(how: Ints) -> str:
         return "greedy"
     filters = (drawn[:, TOP_K] > 0) | (drawn[:, TOP_P] < 1 << FINE) | (drawn[:, REACH] < FARTHEST)
     return "filter" if filters.any() else "draw"
+
+
+def seen_words(vocabulary: int) -> int:
+    """Words of 32 bits that have a bit for every token."""
+    return -(-vocabulary // 32)
+
+
+def mark(seen: Ints, ids: Sequence[int]) -> None:
+    """Set the bits of some tokens."""
+    at = np.asarray(ids, np.uint32)
+    np.bitwise_or.at(seen.view(np.uint32), at >> 5, np.uint32(1) << (at & 31))
+
+
+def penalized(logits: Floats, how: Ints, seen: Ints, last: int = -1) -> Floats:
+    """Logits[VOC], those of seen tokens moved down (arXiv 1909.05858, sec. 4.1)."""
+    penalty = how[PENALTY : PENALTY + 1].view(np.float32)
+    if penalty[0] == 1:
+        return logits
+    bits = np.unpackbits(seen.view(np.uint8), count=logits.size, bitorder="little")
+    if last >= 0:
+        bits[last] = 1
+    with np.errstate(over="ignore"):
+        moved = np.where(logits < 0, logits * penalty, logits / penalty)
+    return np.where(bits == 1, moved, logits)
 
 
 def choose(logits: Floats, how: Ints) -> int:
@@ -179,9 +227,12 @@ __all__ = [
     "choose",
     "distances",
     "kept",
+    "mark",
     "most_needed",
+    "penalized",
     "philox",
     "random_point",
+    "seen_words",
     "settings",
     "tokens",
     "weights",

@@ -63,17 +63,19 @@ class TokenRunner(PagedRunner):
         """Whether the GPU chooses tokens itself: `start` needs that."""
         return isinstance(self.executor, GpuExecutor) and self.executor.samples
 
-    def start(self, requests: Sequence[Request], how: Ints) -> Started:
+    def start(self, requests: Sequence[Request], how: Ints, seen: Ints | None = None) -> Started:
         """Append tokens to sequences and choose one behind each; does not wait for them.
 
-        how: i32[requests, 7], rows of `ktgraph.ops.sample.settings`.  Raises what `forward` does.
+        how: i32[requests, 8], rows of `ktgraph.ops.sample.settings`.  seen: i32[requests, words],
+        tokens that a penalty is for (`ktgraph.ops.sample.mark`).  Raises what `forward` does.
         """
         with self._alone():
-            return self._start(requests, how, None)
+            return self._start(requests, how, seen, None)
 
-    def start_next(self, started: Started, how: Ints) -> Started:
+    def start_next(self, started: Started, how: Ints, seen: Ints | None = None) -> Started:
         """Append the tokens that a step chooses, as `goes_on` allows, and choose one behind each.
 
+        They count as seen whether they are marked or not.
         Raises ContextLimitError or CacheFullError when rows are missing.
         """
         if not self.goes_on(started):
@@ -81,7 +83,7 @@ class TokenRunner(PagedRunner):
                 "the step's tokens are no longer on the GPU: read them, and start a step on them"
             )
         with self._alone():
-            return self._start([(seq, [0]) for seq in started.added], how, started)
+            return self._start([(seq, [0]) for seq in started.added], how, seen, started)
 
     def goes_on(self, started: Started) -> bool:
         """Whether `start_next` may be called for a step: nothing else has run since."""
@@ -151,53 +153,40 @@ class TokenRunner(PagedRunner):
             )
         return wanted
 
-    def _start(self, requests: Sequence[Request], how: Ints, after: Started | None) -> Started:
-        gpu = self._gpu
-        wanted = dict(requests) if after is not None else self._checked(requests, "last")
+    def _start(
+        self,
+        requests: Sequence[Request],
+        how: Ints,
+        seen: Ints | None,
+        after: Started | None,
+    ) -> Started:
+        goes_on = after is not None
+        wanted = dict(requests) if goes_on else self._checked(requests, "last")
         pending = {seq: self._pending(seq) for seq in wanted}
         past = {seq: self.sequences[seq].length + rows for seq, rows in pending.items()}
         added = {seq: len(ids) for seq, ids in wanted.items()}
+        lengths = list(added.values())
+        phase = self._phase_for(max(lengths))
+        calls = list(schedule(lengths, self.phases[phase], all_rows=False))
+
+        def start(pieces: list[Piece]) -> Flight:
+            ids = self._describe(requests, past, pieces, all_rows=False)
+            ended = [p.request for p in pieces if p.is_last]
+            rows = how[ended] if ended else np.zeros((1, COLUMNS), np.int32)
+            marked = seen[ended or [0]] if seen is not None else None
+            return self._gpu.start(phase, None if goes_on else ids, self._step, rows, marked)
+
         try:
             self.sequences.reserve({seq: pending[seq] + rows for seq, rows in added.items()})
-            before, flight = self._start_calls(gpu, requests, past, how, after is not None)
+            before: list[int] = []
+            for pieces in calls[:-1]:  # one after the other
+                before += self._gpu.land(start(pieces))[: sum(p.is_last for p in pieces)]
+            flight = start(calls[-1])
         except BaseException:
             self._forget_lost(added)
             raise
         self._started.append(Started(added, flight, before))
         return self._started[-1]
-
-    def _start_calls(
-        self,
-        gpu: GpuExecutor,
-        requests: Sequence[Request],
-        past: dict[int, int],
-        how: Ints,
-        goes_on: bool,
-    ) -> tuple[list[int], Flight]:
-        """Run all calls but the last, whose tokens are given, and start that one."""
-        lengths = [len(ids) for _, ids in requests]
-        phase = self._phase_for(max(lengths))
-        before: list[int] = []
-        calls = list(schedule(lengths, self.phases[phase], all_rows=False))
-        for pieces in calls[:-1]:
-            found = self._start_call(gpu, phase, requests, past, pieces, how, goes_on=False)
-            before += gpu.land(found)[: sum(p.is_last for p in pieces)]
-        return before, self._start_call(gpu, phase, requests, past, calls[-1], how, goes_on)
-
-    def _start_call(
-        self,
-        gpu: GpuExecutor,
-        phase: str,
-        requests: Sequence[Request],
-        past: dict[int, int],
-        pieces: list[Piece],
-        how: Ints,
-        goes_on: bool,
-    ) -> Flight:
-        ids = self._describe(requests, past, pieces, all_rows=False)
-        ended = [p.request for p in pieces if p.is_last]
-        rows = how[ended] if ended else np.zeros((1, COLUMNS), np.int32)
-        return gpu.start(phase, None if goes_on else ids, self._step, rows)
 
     def _pending(self, seq: int) -> int:
         """Rows of a sequence that do not count yet."""

@@ -38,11 +38,15 @@ def rows(kinds: list[dict[str, float]], seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.stack(made))
 
 
-def same(logits: torch.Tensor, how: torch.Tensor, device: torch.device) -> None:
+def same(
+    logits: torch.Tensor, how: torch.Tensor, device: torch.device, *more: torch.Tensor | None
+) -> None:
     most = sample.most_needed(how.numpy())
-    wanted = sample.tokens(logits, how, most=most)
+    seen, last = more or (None, None)
+    wanted = sample.tokens(logits, how, seen, last, most=most)
     out = poisoned(len(how), dtype=torch.int32, device=device)
-    SAMPLE(strided(logits.to(device)), how.to(device), out=(out,), most=most)
+    given = [None if m is None else m.to(device) for m in (seen, last)]
+    SAMPLE(strided(logits.to(device)), how.to(device), *given, out=(out,), most=most)
     assert torch.equal(out.cpu(), wanted)
 
 
@@ -70,7 +74,7 @@ def test_kernels_that_do_more_than_is_needed(most: str, device: torch.device) ->
     kinds = [GREEDY, GREEDY] if most == "greedy" else [GREEDY, DRAWN]
     logits, how = torch.randn(2, 1300, device=device) * 3, rows(kinds)
     out = poisoned(2, dtype=torch.int32, device=device)
-    SAMPLE(logits, how.to(device), out=(out,), most=most)
+    SAMPLE(logits, how.to(device), None, None, out=(out,), most=most)
     assert torch.equal(out.cpu(), sample.tokens(logits.cpu(), how, most=most))
 
 
@@ -84,6 +88,19 @@ def test_flat_rows_and_more_choices_than_blocks(device: torch.device) -> None:
     logits = torch.randn(2, 5000) * 1e-3
     kinds = [{"temperature": 1.0, "top_p": p, "top_k": k} for p, k in ((0.5, 0), (0.9, 4100))]
     same(logits, rows(kinds), device)
+
+
+@pytest.mark.parametrize("kind", [GREEDY, DRAWN, FILTERS[7]])
+@pytest.mark.parametrize("with_last", [False, True])
+def test_penalties(kind: dict[str, float], with_last: bool, device: torch.device) -> None:
+    """Rows with and without one; the likeliest tokens were seen, or were the last."""
+    vocabulary, kinds = 1030, [kind | {"penalty": p} for p in (1.3, 1.0, 0.7, 1.1)]
+    logits = torch.randn(4, vocabulary) * 3
+    seen = np.zeros((4, sample.seen_words(vocabulary)), np.int32)
+    for row, ids in zip(seen, logits.topk(8).indices.tolist(), strict=True):
+        sample.mark(row, [*ids[2:], 0, 31, 32, vocabulary - 1])
+    last = logits.argmax(-1).int() if with_last else None
+    same(logits, rows(kinds, seed=3), device, torch.from_numpy(seen), last)
 
 
 INF, NAN = float("inf"), float("nan")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
 from ktgraph.ir.types import StateType, TensorType
-from ktgraph.ops.sample import most_needed
+from ktgraph.ops.sample import most_needed, seen_words
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
 from ktgraph.runtime.cache import CacheShape, InPlaceState, Ints, window_of
@@ -26,6 +27,7 @@ from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import cut
 from ktgraph.runtime.gpu.phase import BoundPhase
 from ktgraph.runtime.gpu.residency import Residency
+from ktgraph.runtime.gpu.seen import SeenTokens
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
 from ktgraph.runtime.native import Addresses, native_state
 from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
@@ -161,19 +163,36 @@ class GpuExecutor:
         """Whether a step may be started while another runs: the host has no part in it."""
         return self.parts[phase].can_capture and self.counts is None
 
-    def start(self, phase: str, ids: list[int] | None, step: StepArrays, how: Ints) -> Flight:
-        """Start a call that chooses a token for every row; i32[rows, 7] say how (`sample.tokens`).
+    @cached_property
+    def seen(self) -> SeenTokens:
+        """Where the tokens that a penalty is for are marked; made when first needed."""
+        returned = (slot.type for slot in self.plan.phases[0].flat.returns)
+        logits = next(t for t in returned if isinstance(t, TensorType))
+        words = seen_words(logits.dims[-1].at(self.plan.module.dims))
+        return SeenTokens(self.device, self._most().sequences, words)
+
+    def start(
+        self,
+        phase: str,
+        ids: list[int] | None,
+        step: StepArrays,
+        how: Ints,
+        seen: Ints | None = None,
+    ) -> Flight:
+        """Start a call that chooses a token for every row.
 
         ids: None takes the tokens that the flight before chose, as `goes_on` allows.
+        how: i32[rows, 8].  seen: i32[rows, words] where a row has a penalty (see `sample.tokens`).
         Raises ExecutionError as `call` does.
         """
         if ids is not None:
             self.settle()
         with self._guarded():
-            upload = self._inputs.set(ids, step, how)
+            uploads = [self._inputs.set(ids, step, how)]
+            uploads += [] if seen is None else [self.seen.set(seen)]
             self.mailboxes.set_sizes(step.tokens, step.rows)
             flight = self._flights.begin(phase, step.tokens, step.rows)
-            self._phases[phase].start(step, upload, most_needed(how))
+            self._phases[phase].start(step, uploads, most_needed(how), seen is not None)
             self.device.run([self.device.copy(self._inputs.ids[: step.rows], flight.where)])
             flight.end = self.device.mark()
             return flight

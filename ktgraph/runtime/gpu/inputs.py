@@ -77,7 +77,7 @@ class Inputs:
 
     @property
     def how(self) -> torch.Tensor:
-        """i32[most sequences, 7] on the GPU: how the tokens of a call are chosen."""
+        """i32[most sequences, 8] on the GPU: how the tokens of a call are chosen."""
         return self._gpu["how"]
 
     def set(self, ids: list[int] | None, step: StepArrays, how: Ints | None = None) -> Step:

@@ -90,7 +90,7 @@ class BoundPhase:
         self._stream = WeightStream(
             self.device, phase, executor.weights, executor.buffers, residency
         )
-        self._made: OrderedDict[tuple[Sizes, int, int, str], list[Made]] = OrderedDict()
+        self._made: OrderedDict[tuple[Sizes, int, int, str, bool], list[Made]] = OrderedDict()
         most = phase.arena.sizes
         self._answers = [
             self.device.host(max(r.numel() * r.element_size(), 1))
@@ -141,13 +141,13 @@ class BoundPhase:
         return self.parts.order[-1].kind == "gpu" and logits.view.root.type.device in (None, home)
 
     # -- one call ---------------------------------------------------------------------------------
-    def start(self, step: StepArrays, upload: Step, most: str) -> None:
+    def start(self, step: StepArrays, uploads: list[Step], most: str, has_seen: bool) -> None:
         """Start a call whose tokens are left in place of its ids; waits only where the host works.
 
-        most: what the most demanding row needs, see `sample.tokens`.
+        most, has_seen: what the most demanding row needs, and whether one has a repetition penalty.
         """
-        made = self._steps(step, most)
-        self.device.run([upload])
+        made = self._steps(step, most, has_seen)
+        self.device.run(uploads)
         self._run_parts(made, step)
 
     def land(self, end: Any) -> None:
@@ -227,18 +227,18 @@ class BoundPhase:
         longest = int(step.kv_len[: step.sequences].max())
         return new, -(-longest // 256) * 256
 
-    def _steps(self, step: StepArrays, most: str = "") -> list[Made]:
+    def _steps(self, step: StepArrays, most: str = "", has_seen: bool = False) -> list[Made]:
         """The steps of a call; `most`: it ends with the choice of tokens."""
         sizes = Sizes(step.tokens, step.rows, step.sequences)
         max_new, max_kv = self._bounds(step)
-        key = (sizes, max_new, max_kv, most)
+        key = (sizes, max_new, max_kv, most, has_seen)
         if key not in self._made:
             batches = self.executor.inputs.batches(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
             made = [self._made_part(p, sizes, batches) for p in self.parts.order]
             if most:
-                made[-1].add([self._sampling(sizes, most)])
+                made[-1].add([self._sampling(sizes, most, has_seen)])
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
@@ -274,12 +274,17 @@ class BoundPhase:
                 made.add([self.device.fork(begins.pop(item.step))])
         return made
 
-    def _sampling(self, sizes: Sizes, most: str) -> Step:
-        """Chooses the token of every row of logits and leaves it where the next call's ids are."""
+    def _sampling(self, sizes: Sizes, most: str, has_seen: bool) -> Step:
+        """Chooses the token of every row of logits and leaves it where the next call's ids are.
+
+        In a step of one token a sequence, that token was seen too: the host may not know it yet.
+        """
         inputs, rows = self.executor.inputs, sizes.rows
         (logits, *_) = self._results_at(sizes.tokens, rows)
+        seen = self.executor.seen.there[:rows] if has_seen else None
+        last = inputs.ids[:rows] if has_seen and sizes.tokens == rows else None
         kernel = kernels_for(SAMPLE, "cuda")[0]
-        operands, out = [logits, inputs.how[:rows]], (inputs.ids[:rows],)
+        operands, out = [logits, inputs.how[:rows], seen, last], (inputs.ids[:rows],)
         call = KernelCall(op_def(SAMPLE), kernel, operands, out, {"most": most})
         return self.device.kernel(call)
 

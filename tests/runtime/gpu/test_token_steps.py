@@ -276,16 +276,16 @@ def test_a_kernel_that_fails_in_a_step_ahead() -> None:
     made.executor.close()
 
 
-def test_penalties_are_for_the_host(
-    runner: Runner, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row that needs its logits makes the step one of logits; others draw the same."""
-    mixed = [Sampling(repetition_penalty=3.0), DRAWN, FILTERED]
+def test_penalties(runner: Runner, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps ahead know tokens that the host does not know yet; other rows draw as before."""
+    mixed = [Sampling(repetition_penalty=3.0), DRAWN, replace(FILTERED, repetition_penalty=1.2)]
+    penalized = generated(runner, mixed, on_host=True).ids
     logits = counted(monkeypatch, runner, "forward")
-    found = generated(runner, mixed, TEXTS).ids
-    assert found[1:] == want[1:]
-    assert found[0] != want[0]
-    assert logits
+    assert generated(runner, mixed).ids == penalized
+    assert not logits
+    assert penalized[1] == want[1]
+    assert penalized[0] != want[0]
+    assert len({*penalized[0]}) == len(penalized[0])
 
 
 def test_what_a_step_under_way_forbids(runner: Runner) -> None:
