@@ -27,7 +27,7 @@ from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
 
-_BLOCK, _WARPS = 512, 4
+_BLOCK, _WARPS, _WEIGH_WARPS = 512, 4, 8
 _CHUNK, _LAST_WARPS = 2048, 8
 
 _FINE = tl.constexpr(sample.FINE)
@@ -79,7 +79,8 @@ def sample_tokens(
     _best[(blocks, rows)](*read, best, count, **fixed)
     if mass is not None:
         _weigh[(blocks, rows)](
-            *read, best, mass, count, ids, near, weight, blocks, **wide, **fixed
+            *read, best, mass, count, ids, near, weight, blocks, **wide,
+            **fixed | {"num_warps": _WEIGH_WARPS},
         )  # fmt: skip
     _choose[(rows,)](
         *read, best, mass, count, ids, near, weight, tokens, blocks,
@@ -360,12 +361,13 @@ def _case(dtype: str, most: str, width: int, kernel, warps: int, penalty: bool =
 
 COMPILE_CASES = [
     *(_case(d, m, 256, _best, _WARPS) for d in ("bf16", "fp32") for m in ("greedy", "filter")),
-    *(_case(d, m, 256, _weigh, _WARPS) for d in ("bf16", "fp32") for m in ("draw", "filter")),
-    _case("bf16", "filter", 1024, _weigh, _WARPS),
+    *(_case(d, m, 256, _weigh, _WEIGH_WARPS) for d in ("bf16", "fp32") for m in ("draw", "filter")),
+    _case("bf16", "filter", 1024, _weigh, _WEIGH_WARPS),
     *(_case("bf16", m, 256, _choose, _WARPS) for m in ("greedy", "draw")),
     *(_case("bf16", "filter", w, _choose, _LAST_WARPS) for w in (256, 1024)),
     _case("fp32", "filter", 256, _choose, _LAST_WARPS),
-    *(_case("bf16", "filter", 256, k, _WARPS, True) for k in (_best, _weigh)),
+    _case("bf16", "filter", 256, _best, _WARPS, True),
+    _case("bf16", "filter", 256, _weigh, _WEIGH_WARPS, True),
     _case("bf16", "filter", 256, _choose, _LAST_WARPS, True),
 ]
 
