@@ -16,7 +16,7 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module, Op, WeightRef
 
 _FORMAT = "ktgraph.popularity 1"
-SAME_EXPERTS = ("identity", "quantize", "pack")  # recipes that keep a stack's experts
+SAME_EXPERTS = ("identity", "quantize", "pack", "dequantize")  # recipes that keep a stack's experts
 
 
 class PopularityError(UnsupportedInputError):

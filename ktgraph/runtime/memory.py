@@ -72,7 +72,7 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     """What the plan takes with a cache of this shape; raises PlanError when it cannot run."""
     kv = cache.sequence_rows
     terms = [
-        *_weight_terms(plan.loaded()),
+        *_weight_terms(plan.held()),
         *_cache_terms(plan, cache),
         *(
             Term("activations", f"arena for {_tokens(plan)} tokens a call", nbytes, device)

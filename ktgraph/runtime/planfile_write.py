@@ -59,6 +59,7 @@ def save_plan(
 
     packed: also the packed weights; without them loading needs the model and packs again.
     """
+    runner.settle_residency()
     weights = _held(runner.plan, runner.executor.weights) if packed else None
     write_plan(
         path, runner.plan, options, weights,

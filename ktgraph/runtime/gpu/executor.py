@@ -137,25 +137,35 @@ class GpuExecutor:
         try:
             self._inputs.set(ids, step)
             self.mailboxes.set_sizes(step.tokens, step.rows)
+            if self.residency.changes:
+                self.device.run(self.residency.due())
             found = self._phases[phase].run(step)
         except BaseException:  # Ctrl-C too
             self._recover()
             raise
+        self.residency.called()
         self._is_under_way = False
         return found
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
-        """Give a layer's slots to these experts; nothing is captured again.
+        """Give a layer's slots to these experts from the second call on; nothing is captured again.
 
-        Raises UnsupportedInputError for experts that are not there, given twice or too many.
+        Their bytes are copied behind the first.  Raises UnsupportedInputError for experts that are
+        not there, given twice or too many.
         """
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:
             self._recover()
-        self.device.run(self.residency.change(layer, experts))
+        self.residency.change(layer, experts)
+
+    def settle_residency(self) -> None:
+        """Wait until every change of slots is done."""
+        if not self.residency.changes:
+            return
+        self.residency.settle()
         if not self.device.finish(lambda: None, phases.PATIENCE):
-            raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
+            raise ExecutionError("copies of hot experts did not end in time")
 
     def count_experts(self, on: bool) -> RouterCounts | None:
         """Count which experts are chosen in the calls to come, or no longer.
@@ -177,6 +187,8 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        if not self._is_closed:
+            self.settle_residency()  # memory must not be given back below a copy
         self._is_closed = True
         self.mailboxes.close()
 
@@ -184,6 +196,7 @@ class GpuExecutor:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
+        self.residency.restart()
         self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------
