@@ -174,7 +174,8 @@ def _refuse_saving(model: PreTrainedModel) -> None:
         raise _gone(model)
 
     model.__dict__["save_pretrained"] = refuse
-    model.register_state_dict_pre_hook(refuse)
+    module: Any = model
+    module.register_state_dict_pre_hook(refuse)
 
 
 # ---- what is refused

@@ -153,7 +153,7 @@ def test_a_freed_model_is_not_saved(tmp_path: Path) -> None:
         lambda: model.save_pretrained(tmp_path / "m"),
         lambda: torch.save(model.state_dict(), tmp_path / "m.pt"),
     ):
-        with pytest.raises(UnsupportedInputError, match="MixtralForCausalLM was patched .* gone"):
+        with pytest.raises(UnsupportedInputError, match=r"MixtralForCausalLM was patched .* gone"):
             save()
     assert not list(tmp_path.iterdir())
 
