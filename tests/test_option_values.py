@@ -64,8 +64,9 @@ def test_files_are_read_before_a_model_is_traced(
     if text is not None:
         path.write_text(text, encoding="latin-1")
     model = tmp_path / "no-model"  # it would be missed next
+    given: dict[str, Any] = {option: path}
     with pytest.raises(UnsupportedInputError, match=message) as caught:
-        kt.compile(model, "cpu", **{option: path})
+        kt.compile(model, "cpu", **given)
     assert ("ktgraph profile MODEL prompts.txt -o FILE" in str(caught.value)) == (
         option == "popularity"
     )

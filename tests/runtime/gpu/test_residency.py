@@ -36,7 +36,7 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_module
 from ktgraph.ops.moe import grouped_mlp, split_ids
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.adaptation import exchanged
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
