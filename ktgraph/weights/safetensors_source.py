@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ktgraph.frontends.declared_forms import UPRIGHT
 from ktgraph.frontends.hf_keys import Recipe, plan
 from ktgraph.frontends.safetensors_files import CheckpointError, Entry, Shards
 from ktgraph.ir.types import Encoding
@@ -29,13 +30,14 @@ class SafetensorsSource:
     def __init__(self, folder: str | Path, model: Any = None) -> None:
         from transformers import PreTrainedModel
 
-        from ktgraph.frontends.hf_build import build_twin, load_config
+        from ktgraph.frontends.hf_build import build_twin, load_config, quantization_of
 
         self.folder = Path(folder)
         config = load_config(folder) if model is None else getattr(model, "config", model)
-        twin = build_twin(model if isinstance(model, PreTrainedModel) else config)
+        is_model = isinstance(model, PreTrainedModel)
+        twin = build_twin(model if is_model else config, forms=False)
         self._shards = Shards(folder)
-        self._quantized = _quantized_tensors(self._shards, config)
+        self._quantized = _quantized_tensors(self._shards, quantization_of(config))
         self._entries = _logical_entries(self._shards, self._quantized)
         self._recipes = plan(twin.model, self.folder, self._entries)
         self._values = twin.buffers  # in no file: computed from the config
@@ -85,18 +87,18 @@ class SafetensorsSource:
         """The name of the transposed rows of a parameter that the file holds transposed."""
         recipe = self._recipes.get(name)
         found = None if recipe is None else self._quantized.get(recipe.pieces[0][0])
-        return f"{name}{_UPRIGHT}" if found is not None and found.transposed else None
+        return f"{name}{UPRIGHT}" if found is not None and found.transposed else None
 
     def encoding(self, name: str) -> Encoding | None:
         if name in self._values:
             return None
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             return self._encoding_of(self._recipes[stem].pieces[0][0])
         return None if self.upright(name) else self._encoding_of(self._recipe(name).pieces[0][0])
 
     def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         upright = self.upright(stem) == name
         recipe = self._recipe(stem if upright else name)
         if recipe.stacked and expert is None:
@@ -123,7 +125,7 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._values:
             return tuple(self._values[name].shape)
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             *lead, rows, columns = self.shape(stem)
             return (*lead, columns, rows)
@@ -145,7 +147,7 @@ class SafetensorsSource:
     def get(self, name: str, expert: int | None = None, rows: slice | None = None) -> torch.Tensor:
         if name in self._values:
             return part_of(self._values[name], expert, rows)
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             return part_of(self.get(stem, expert).mT, None, rows)
         recipe = self._recipe(name)
@@ -191,15 +193,12 @@ class SafetensorsSource:
         return self._shards.fingerprint()
 
 
-_UPRIGHT = "_blocks"  # behind the name of a parameter: its rows, where the file has it transposed
-
-
-def _quantized_tensors(shards: Shards, config: Any) -> dict[str, QuantizedTensor]:
+def _quantized_tensors(
+    shards: Shards, settings: Mapping[str, Any] | None
+) -> dict[str, QuantizedTensor]:
     """By the name that an unquantized checkpoint would give each; {} for a plain checkpoint."""
-    given: Any = getattr(config, "quantization_config", None)
-    if given is None:
+    if settings is None:
         return {}
-    settings: Mapping[str, Any] = given.to_dict() if hasattr(given, "to_dict") else given
     return {tensor.key: tensor for tensor in find_quantized(shards, settings)}
 
 
