@@ -65,9 +65,14 @@ def _days_since(date: str) -> int | None:
 
 def cache_file(info: CpuInfo | None = None) -> Path:
     """Where this machine's figures are kept: one file for each set of CPUs, limits and GPUs."""
+    return cache_folder() / f"target-{_host_key(info or probe_cpu())}.toml"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of ktgraph; it may not be there yet."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return folder / "ktgraph" / f"target-{_host_key(info or probe_cpu())}.toml"
+    return folder / "ktgraph"
 
 
 def gpu_names() -> list[str]:

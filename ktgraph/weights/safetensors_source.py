@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import torch
 
 from ktgraph.frontends.declared_forms import UPRIGHT
-from ktgraph.frontends.hf_keys import Recipe, plan
-from ktgraph.frontends.safetensors_files import CheckpointError, Entry, Shards
+from ktgraph.frontends.safetensors_files import CheckpointError, Entry, Recipe, Shards
 from ktgraph.ir.types import Encoding
+from ktgraph.start_cache import folder_key, read_entry
 from ktgraph.weights.checkpoints import QuantizedTensor, find_quantized
 from ktgraph.weights.sources import part_of, unknown_tensor
 from ktgraph.weights.stored_rows import to_rows
+
+LAYOUT = "layout"  # the kind of entry in `start_cache`
 
 
 class SafetensorsSource:
@@ -28,22 +32,58 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: str | Path, model: Any = None) -> None:
+        self.folder = Path(folder)
+        key = folder_key(self.folder) if model is None else None
+        kept = None if key is None else read_entry(key, LAYOUT)
+        if kept is not None:
+            self._restore(json.loads(kept))
+        else:
+            self._find(model)
+
+    def _find(self, model: Any) -> None:
+        """By transformers, which takes seconds to import."""
         from transformers import PreTrainedModel
 
         from ktgraph.frontends.hf_build import build_twin, load_config, quantization_of
+        from ktgraph.frontends.hf_keys import plan
 
-        self.folder = Path(folder)
+        folder = self.folder
         config = load_config(folder) if model is None else getattr(model, "config", model)
         is_model = isinstance(model, PreTrainedModel)
         twin = build_twin(model if is_model else config, forms=False)
         self._shards = Shards(folder)
-        self._quantized = _quantized_tensors(self._shards, quantization_of(config))
+        self._settings = quantization_of(config)
+        self._quantized = _quantized_tensors(self._shards, self._settings)
         self._entries = _logical_entries(self._shards, self._quantized)
         self._recipes = plan(twin.model, self.folder, self._entries)
         self._values = twin.buffers  # in no file: computed from the config
         for name, tensor in twin.model.state_dict().items():
             self._check_shape(name, tuple(tensor.shape))
             self._check_encoding(name)
+
+    def layout(self) -> str:
+        """What was found, as JSON, for `start_cache`: the files themselves say the rest."""
+        recipes = {n: [r.pieces, r.stacked, r.axis] for n, r in self._recipes.items()}
+        values = {
+            name: [str(t.dtype).removeprefix("torch."), list(t.shape), _base64(t)]
+            for name, t in self._values.items()
+        }
+        settings = None if self._settings is None else dict(self._settings)
+        return json.dumps({"settings": settings, "recipes": recipes, "values": values})
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """What `layout` gave of files with the same headers, which were checked then."""
+        self._shards = Shards(self.folder)
+        self._settings = kept["settings"]
+        self._quantized = _quantized_tensors(self._shards, self._settings)
+        self._entries = _logical_entries(self._shards, self._quantized)
+        self._recipes = {name: Recipe(*found) for name, found in kept["recipes"].items()}
+        self._values = {
+            name: torch.frombuffer(bytearray(b64decode(data)), dtype=getattr(torch, dtype)).view(
+                shape
+            )
+            for name, (dtype, shape, data) in kept["values"].items()
+        }
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         recipe, got = self._recipes[name], self.shape(name)
@@ -193,6 +233,11 @@ class SafetensorsSource:
         return self._shards.fingerprint()
 
 
+def _base64(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return b64encode(data.numpy().tobytes()).decode()
+
+
 def _quantized_tensors(
     shards: Shards, settings: Mapping[str, Any] | None
 ) -> dict[str, QuantizedTensor]:
@@ -212,4 +257,4 @@ def _logical_entries(shards: Shards, quantized: Mapping[str, QuantizedTensor]) -
     return found
 
 
-__all__ = ["SafetensorsSource"]
+__all__ = ["LAYOUT", "SafetensorsSource"]
