@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -77,12 +78,14 @@ def _traced_folder(folder: Path, dtype: torch.dtype) -> Module:
     if kept is not None:
         return parse_module(kept)
     from ktgraph.frontends.hf import trace_hf
+    from ktgraph.frontends.safetensors_files import CheckpointError
     from ktgraph.weights.safetensors_source import LAYOUT, SafetensorsSource
 
     module = trace_hf(folder, dtype)
     if key is not None and module.witnesses:  # without them it warned, and is to warn again
         write_entry(key, kind, str(module))
-        write_entry(key, LAYOUT, SafetensorsSource(folder).layout())
+        with suppress(CheckpointError):  # told where the weights are read
+            write_entry(key, LAYOUT, SafetensorsSource(folder).layout())
     return module
 
 
