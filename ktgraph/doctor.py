@@ -79,7 +79,8 @@ class DoctorReport:
 
     def tables(self) -> list[Table]:
         """The report's tables, in order."""
-        tables = [self._machine(), self._bandwidth(), self._peaks()]
+        tables = [self._machine(), self._bandwidth(), self._engine(), self._peaks()]
+        tables.append(self._many_rows())
         tables += limit_tables(self.limits) if self.limits is not None else []
         if self.target.links:
             tables.append(self._links())
@@ -121,6 +122,25 @@ class DoctorReport:
                 chosen = "chosen" if threads == device.threads else ""
                 shown = str(threads) if device.kind == "cpu" else ""
                 table.add_row(device.name, shown, f"{speed / 1e9:.1f}", chosen if shown else "")
+        return table
+
+    def _engine(self) -> Table:
+        """The engine's own kernels by threads, from which its thread count is chosen."""
+        columns = ("threads", "weights for one token, GB/s", "many tokens, GFLOP/s", "")
+        table = _table("CPU engine", *columns)
+        for device in self.target.devices:
+            for speed in device.engine:
+                chosen = "chosen" if speed.threads == device.threads else ""
+                read, compute = f"{speed.read / 1e9:.3g}", f"{speed.compute / 1e9:.3g}"
+                table.add_row(str(speed.threads), read, compute, chosen)
+        return table
+
+    def _many_rows(self) -> Table:
+        """Rows from which a weight's kernel takes its path for many, by format."""
+        table = _table("rows from which kernels take their path for many", "level", "rows")
+        for device in self.target.devices:
+            for level, rows in device.many_rows.items():
+                table.add_row(level, ", ".join(f"{name} {n}" for name, n in rows.items()))
         return table
 
     def _peaks(self) -> Table:

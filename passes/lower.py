@@ -22,6 +22,7 @@ from ktgraph.placement.lanes import crossing, op_device
 from ktgraph.runtime import kernels_gpu
 from ktgraph.runtime.flat import FlatOp, Layouts, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, register_all
+from ktgraph.runtime.many_rows import write_many_rows
 from ktgraph.runtime.native import Trial
 from ktgraph.runtime.plan import Plan, PlanError, instructions_of
 
@@ -38,6 +39,11 @@ class Lower(Pass):
         if module.home not in (None, "cpu") or any(d != "cpu" for d in module.devices):
             kernels_gpu.register_all()
         ctx.fallbacks.clear()
+        cpus = [d for d in ctx.target.devices if d.kind == "cpu"] if ctx.target else []
+        rows = write_many_rows(module, cpus[0] if cpus else None)
+        if rows:
+            shown = ", ".join(f"{name} {n}" for name, n in rows.items())
+            ctx.note(f"rows from which kernels take their path for many, measured: {shown}")
         for func in module.functions.values():
             _Lowering(module, func, ctx).run()
         is_whole = all(op.via for op in module.walk() if op.body is None)

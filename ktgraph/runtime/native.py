@@ -56,8 +56,9 @@ def native_weight(use: WeightUse, data: int, nbytes: int) -> Any:
     tile, shape = use.tile, [d.const() for d in use.type.dims]
     count = prod(shape[:-2])
     return load_native().Weight(
-        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes, tile.rows
-    )
+        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes, tile.rows,
+        use.many_rows,
+    )  # fmt: skip
 
 
 def packed_nbytes(use: WeightUse) -> int:
