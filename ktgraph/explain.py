@@ -32,14 +32,16 @@ from ktgraph.placement.lanes import (
     source_device,
 )
 from ktgraph.placement.popularity import weight_name
-from ktgraph.runtime.many_rows import tile_rows
+from ktgraph.runtime.many_rows import tile_of, tile_rows
 from ktgraph.target import Target, threads_text
 from ktgraph.target.description import round_size
-from ktgraph.weights.encodings import Tile, nbytes
+from ktgraph.target.many_rows import NEVER
+from ktgraph.weights.encodings import nbytes
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
 
 _MOST_LAYERS = 8  # whose hot experts are listed
+_INTEGER_PATHS = ("from its packed bytes", "by panels or tiles")  # of few rows, of many
 _MOST = 6  # ops that are explained in full; of more, the lines
 
 
@@ -299,12 +301,14 @@ class _Asking:
         """Of packed weights on the CPU: the measured count at which the kernel changes its path."""
         if op_device(self.module, op) != CPU:
             return
-        tiles = (Tile.of(self.module.weight_of(ref).type.encoding) for ref in op.weights)
+        tiles = (tile_of(self.module, ref) for ref in op.weights)
         for tile in dict.fromkeys(t for t in tiles if t is not None):
             rows = tile_rows(self.module, tile)
-            path = "as bf16" if tile.rows == "bf16" else "by panels or tiles"
-            if rows:
-                yield f"  {tile.format} {path} from {rows} rows on, as measured"
+            few, many = ("as f32", "as bf16") if tile.rows == "bf16" else _INTEGER_PATHS
+            if rows >= NEVER:
+                yield f"  {tile.format} {few} for any rows, as measured"
+            elif rows:
+                yield f"  {tile.format} {many} from {rows} rows on, else {few}, as measured"
 
     # -- a weight ----------------------------------------------------------------------------------
     def weight(self, name: str) -> list[str]:

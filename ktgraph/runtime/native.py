@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ktgraph.cpu_kernels import load_native
+from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.ir.types import StateType
 from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.operands import (
@@ -96,6 +96,14 @@ def native_state(
     return load_native().State(dtypes.pop(), layers, pages, page_size, rows, list(parts))
 
 
+def engine_level() -> str:
+    """The instruction set whose kernels the engine runs; empty where no engine is built."""
+    try:
+        return str(load_native().isa_info()["chosen"])
+    except NativeMissingError:
+        return ""
+
+
 # -- a trial run of Plan.add: what the engine would say, and what it would take -------------------
 @dataclass(frozen=True)
 class CallBounds:
@@ -171,6 +179,7 @@ __all__ = [
     "NativeOperandError",
     "Trial",
     "dense_dtype",
+    "engine_level",
     "native_dense",
     "native_operand",
     "native_state",

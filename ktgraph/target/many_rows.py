@@ -84,19 +84,20 @@ class _Experts:
         The two take turns, so that what else runs on the machine slows both.
         """
         tokens = rows * self._experts
-        few, many = self._run(tokens, NEVER), self._run(tokens, 1)
-        few(), many()
-        best, spent, runs = [float("inf")] * 2, 0.0, 0
-        while spent < 2 * SECONDS or runs < RUNS:
-            runs += 1
-            for path, run in enumerate((few, many)):
+        calls = [self._call(tokens, NEVER), self._call(tokens, 1)]
+        best = [float("inf")] * 2
+        begin, turns = time.perf_counter(), 0
+        while turns <= RUNS or time.perf_counter() - begin < 2 * SECONDS:
+            for path, call in enumerate(calls):
                 start = time.perf_counter()
-                run()
+                call()
                 took = time.perf_counter() - start
-                best[path], spent = min(best[path], took), spent + took
-        return best[1] < CLEARLY * best[0]
+                best[path] = min(best[path], took) if turns else best[path]  # the first warms up
+            turns += 1
+        few, many = best
+        return many < CLEARLY * few
 
-    def _run(self, tokens: int, many_rows: int) -> Callable[[], object]:
+    def _call(self, tokens: int, many_rows: int) -> Callable[[], object]:
         """One call of the layer on so many tokens, with that threshold."""
         native = self._native
         x, y = np.ones((tokens, HIDDEN), np.float32), np.empty((tokens, HIDDEN), np.float32)
