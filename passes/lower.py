@@ -52,7 +52,7 @@ class Lower(Pass):
 def _freeze_many_rows(module: Module, ctx: PassContext) -> None:
     """Write down the target's row counts for the formats that CPU ops read."""
     cpus = [d for d in ctx.target.devices if d.kind == "cpu"] if ctx.target is not None else []
-    measured = cpus[0].many_rows.get(engine_level(), {}) if cpus else {}
+    measured = cpus[0].many_rows_at(engine_level()) if cpus else dict[str, int]()
     ops = [op for op in module.walk() if op.body is None and op_device(module, op) == CPU]
     used = {many_rows_key(tile_of(module, ref)) for op in ops for ref in op.weights}
     rows = {name: count for name, count in measured.items() if name in used}

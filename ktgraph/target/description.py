@@ -110,6 +110,11 @@ class Device:
         (n0, b0), (n1, b1) = below[-1], above[0]
         return b0 if n0 == n1 else b0 + (b1 - b0) * (wanted - n0) / (n1 - n0)
 
+    def many_rows_at(self, level: str) -> Mapping[str, int]:
+        """`many_rows` of the engine's level, by format; empty where nothing was measured."""
+        found = self.many_rows.get(level)
+        return {} if found is None else found
+
     def peak_for(self, dtype: str) -> float:
         """FLOP/s when computing in `dtype`; raises TargetError if there is no figure for it."""
         if dtype in self.peak:
