@@ -26,6 +26,7 @@ from ktgraph.target import (
     provenance_text,
     round_size,
 )
+from ktgraph.target.many_rows import NEVER
 from ktgraph.target.probe import ISA_FLAGS
 
 PACKAGES = ("ktgraph", "torch", "triton", "transformers", "numpy", "safetensors", "gguf", "onnx")
@@ -136,11 +137,14 @@ class DoctorReport:
         return table
 
     def _many_rows(self) -> Table:
-        """Rows from which a weight's kernel takes its path for many, by format."""
-        table = _table("rows from which kernels take their path for many", "level", "rows")
+        """Rows from which a weight's kernel takes its path for many, and the formats with each."""
+        title = "rows from which kernels take their path for many"
+        table = _table(title, "level", "rows", "weight formats")
         for device in self.target.devices:
             for level, rows in device.many_rows.items():
-                table.add_row(level, ", ".join(f"{name} {n}" for name, n in rows.items()))
+                for count in sorted(set(rows.values())):
+                    names = ", ".join(name for name, n in rows.items() if n == count)
+                    table.add_row(level, "never" if count >= NEVER else str(count), names)
         return table
 
     def _peaks(self) -> Table:
