@@ -10,7 +10,6 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-constexpr long kIntDirectRows = 2 * kIntRows;  // up to here straight from packed bytes
 constexpr size_t kIntPanelBytes = kUnitTiles * kActBlock * 16 * 2;  // split: two parts
 
 template <class Fmt, int M, int N>
@@ -235,7 +234,7 @@ static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, fl
 template <class Fmt>
 static void int_times(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
                       char* scratch) {
-  if (rows <= (kHasTiles && !x.of ? kTileFrom - 1 : kIntDirectRows))
+  if (x.of || rows < t.w->many_rows)
     int_direct<Fmt>(t, x, r0, rows, c, c_row);
   else
     int_paneled<Fmt>(t, x, r0, rows, c, c_row, scratch);
