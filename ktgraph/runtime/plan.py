@@ -302,7 +302,7 @@ def _operand_text(phase: PhasePlan, ref: OperandRef) -> str:
     if ref is None:
         return "_"
     if isinstance(ref, WeightUse):
-        return f"@{ref.key}"
+        return f"@{ref.key}" + (f"(many_rows={ref.many_rows})" if ref.many_rows else "")
     if isinstance(ref, StateUse):
         return f"state{ref.argument}"
     if isinstance(ref, BatchUse):
