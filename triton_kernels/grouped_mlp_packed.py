@@ -31,7 +31,7 @@ from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
-from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import gate_and_up, tiles_times_rows
@@ -432,7 +432,7 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
-        "GROUP": 0 if format == "int8" else 64,
+        "GROUP": GROUPS[format],
         "HAS_BIAS": bias,
         "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,

@@ -2,7 +2,7 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Packed tiles inside kernels: words to numbers, scales, and a row of x times tiles.
 
-A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8), see
+A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8, fp8), see
 docs/layouts.md.  No integer is converted, for that runs at a quarter of the rate or less: a shift
 and one AND-XOR put the bits into the mantissa of a float,
 
@@ -10,7 +10,10 @@ and one AND-XOR put the bits into the mantissa of a float,
     256 + n  even nibbles, in bits 15-18         of 2^8, by the same shift as their neighbour
     384 + q  bytes, whose sign the XOR flips     of 2^8
 
-and what was added is taken off where it is cheapest.  The floats are exact.
+and what was added is taken off where it is cheapest.  The floats are exact.  An e4m3 byte becomes a
+float16 (`_e4m3`), or a bf16 for the matrix units, by shifts and masks as well: GPUs before sm_89
+have no instruction for it, and on those that have one memory binds either way.  Its group's scale
+joins the sums, never the weight, so that what is multiplied is exact.
 
 Budget on an H200 (4.3 TB/s; 132 multiprocessors x 128 lanes x 1.98 GHz; integer operations at half
 that rate): int4 with groups of 64 is 0.53 bytes, 8.1e12 weights a second, 4.1 instructions each, of
@@ -24,6 +27,7 @@ rounds whole rows), and one `dp4a` takes four products.  int8 is bound by memory
 import triton
 import triton.language as tl
 
+from ktgraph.cpu_kernels.reference_layouts import STEP
 from ktgraph.triton_kernels.dots import INTERPRETED
 from ktgraph.triton_kernels.rounding import rounded
 
@@ -33,10 +37,22 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 _LEAST = tl.constexpr(1e-30)
 
 
+@triton.constexpr_function
+def step_of(format):
+    """Columns of a block: numbers of a word."""
+    return STEP[format]
+
+
+@triton.constexpr_function
+def span_of(format, group):
+    """Blocks that share their scales; 1 where the format has no groups."""
+    return max(1, group // STEP[format])
+
+
 @triton.jit
 def column(n: tl.constexpr, FORMAT: tl.constexpr):
     """The column, within a block, of number n of a word."""
-    if FORMAT == "int8":
+    if step_of(FORMAT) == 4:
         return n
     else:
         return n // 2 + 4 * (n % 2)
@@ -83,7 +99,8 @@ def _and_xor(bits, mask: tl.constexpr, ones: tl.constexpr):
 
 @triton.jit
 def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
-    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble."""
+    """Number n of each word as f32, with something `added`: 384 + q of int8, of nibbles 256 + nibble
+    (even n) or 16 + nibble."""
     byte: tl.constexpr = n if FORMAT == "int8" else n // 2
     if byte == 0:
         bits = words << 15
@@ -100,6 +117,23 @@ def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     else:
         bits = _and_xor(bits, 0x00780000, 0x41800000)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e4m3(words, n: tl.constexpr):
+    """Byte n of each word, an e4m3 number, as f32 and divided by 256.
+
+    Exponent and mantissa, one bit further right, are those of a float16 2^8 smaller, of subnormal
+    numbers too.  Bytes n and n ^ 2 lie in two halves of a word, which are moved at once.  (NaN,
+    0x7F, would read as 480: the packer refuses it.)
+    """
+    if n % 2 == 0:
+        sign, rest = words << 8, words << 7
+    else:
+        sign, rest = words, words >> 1
+    halves = (sign & 0x80008000) | (rest & 0x3F803F80)
+    half = halves >> 16 if n >= 2 else halves
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -211,8 +245,8 @@ def _byte_products(words, codes, low, high, x_scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """`_byte_products` in float32, of x as it is; of int8 and 4 columns too."""
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    """`_byte_products` in float32, of x as it is; of 4 columns of bytes too."""
+    STEP: tl.constexpr = step_of(FORMAT)
     # What was added and taken off costs up to 6 bits of a sum: too many of a float32 result.
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     part = words.to(tl.float32) * 0.0
@@ -221,13 +255,16 @@ def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, E
     for n in tl.static_range(STEP):
         at = first + column(n, FORMAT)
         value = _column(x, at, cols, valid, EVEN)
-        number = mantissa(words, n, FORMAT)
-        if EXACT:
-            part += value * (number - added(n, FORMAT))
+        if FORMAT == "fp8":
+            part += value * _e4m3(words, n)
+        elif EXACT:
+            part += value * (mantissa(words, n, FORMAT) - added(n, FORMAT))
         else:
-            part += value * number
+            part += value * mantissa(words, n, FORMAT)
             over += value * added(n, FORMAT)
         total += value
+    if FORMAT == "fp8":
+        return part * 256.0 * codes
     part -= over
     if FORMAT == "int8":
         return part
@@ -253,14 +290,16 @@ def _load(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def group_scale(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """(scale, offset 7 instead of 8?) of int4 and int4p groups as f32; `at` numbers the scales."""
+    """(scale, offset 7 instead of 8?) of groups as f32; `at` numbers the scales."""
     return factors(_codes(scales, at, mask, FORMAT, EVEN), FORMAT)
 
 
 @triton.jit
 def _codes(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """What is stored of groups: 16 bits of int4, 8 of int4p."""
-    if FORMAT == "int4":
+    """What is stored of groups: 16 bits of int4, 8 of int4p, an f32 of fp8."""
+    if FORMAT == "fp8":
+        return _load(scales.to(tl.pointer_type(tl.float32)) + at, mask, EVEN)
+    elif FORMAT == "int4":
         return _load(scales.to(tl.pointer_type(tl.uint16)) + at, mask, EVEN)
     else:
         return _load(scales + at, mask, EVEN)
@@ -268,7 +307,9 @@ def _codes(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def factors(codes, FORMAT: tl.constexpr):
-    """int4: the bf16 scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
+    """int4, fp8: the scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
+    if FORMAT == "fp8":
+        return codes, 0.0
     code = codes.to(tl.uint32)
     if FORMAT == "int4":
         return (code << 16).to(tl.float32, bitcast=True), 0.0
@@ -276,6 +317,11 @@ def factors(codes, FORMAT: tl.constexpr):
         factor = (((code & 15) << 19) | 0x41800000).to(tl.float32, bitcast=True) - 16.0
         less = (((code & 128) << 15) | 0x3F800000).to(tl.float32, bitcast=True)  # 1.5 or 1.0
         return factor, 2.0 * less - 2.0
+
+
+@triton.constexpr_function
+def has_row_scales(format):
+    return format in ("int8", "int4p")
 
 
 @triton.jit
@@ -298,6 +344,8 @@ def logical_row(tile, row, rows, GATE_UP: tl.constexpr):
 @triton.jit
 def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
+    if FORMAT == "fp8":
+        return _e4m3(words, n) * 256.0 * scale
     found = mantissa(words, n, FORMAT)
     if FORMAT == "int8":
         return found - added(n, FORMAT)
@@ -309,8 +357,13 @@ def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
 
 @triton.jit
 def operands(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, kind: tl.constexpr):
-    """`values` rounded to `kind`, for the matrix units; a thread has an even number of words."""
-    if _PLAIN or FORMAT == "int8" or kind != tl.bfloat16:
+    """`values` rounded to `kind`, for the matrix units; a thread has an even number of words.
+
+    fp8 is without its scale (give 1.0), and exact.
+    """
+    if FORMAT == "fp8" and kind != tl.float32 and not _PLAIN:
+        return _e4m3_pairs(words, n, kind)
+    elif _PLAIN or FORMAT == "int8" or FORMAT == "fp8" or kind != tl.bfloat16:
         return rounded(values(words, n, scale, less, FORMAT), kind)
     else:
         return _bf16_pairs(words, n, scale.to(kind), (less - 136.0).to(kind))
@@ -348,6 +401,52 @@ def _bf16_pairs(words, n: tl.constexpr, scale, offset):
         True,
         2,
     )
+
+
+@triton.jit
+def _e4m3_pairs(words, n: tl.constexpr, kind: tl.constexpr):
+    """Byte n of each word, an e4m3 number, as bf16 or float16, two words an instruction.
+
+    As in `_e4m3`: the bits of a bf16 are those of a number 2^120 smaller, of a float16 2^8.
+    """
+    is_bf16: tl.constexpr = kind == tl.bfloat16
+    one = words * 0
+    shift = one + (4 if is_bf16 else 1)
+    mask = one + (0x07F007F0 if is_bf16 else 0x3F803F80)
+    bytes = one + (0x1100 * (n + 4) + 0x11 * n)
+    sign = one + 0x80008000  # -0, -0 as well
+    if is_bf16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u;
+            prmt.b32 t, $1, $2, $3;
+            shr.b32 u, t, $5;
+            and.b32 u, u, $7;
+            lop3.b32 t, t, $9, u, 0xEA;
+            fma.rn.bf16x2 $0, t, $11, $9;
+            }""",
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, bytes, shift, mask, sign, one + 0x7B807B80],  # 2^120, 2^120
+            kind,
+            True,
+            2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u;
+            prmt.b32 t, $1, $2, $3;
+            shr.b32 u, t, $5;
+            and.b32 u, u, $7;
+            lop3.b32 t, t, $9, u, 0xEA;
+            fma.rn.f16x2 $0, t, $11, $9;
+            }""",
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, bytes, shift, mask, sign, one + 0x5C005C00],  # 256, 256
+            kind,
+            True,
+            2,
+        )
 
 
 @triton.jit
@@ -422,11 +521,11 @@ def tiles_times_rows(
     AHEAD: a step's words are loaded into registers while the one before is multiplied.  Without
     it, and with one stage, all warps wait for memory together and then compute together.
     """
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
-    SPAN: tl.constexpr = 1 if FORMAT == "int8" else GROUP // STEP
+    STEP: tl.constexpr = step_of(FORMAT)
+    SPAN: tl.constexpr = span_of(FORMAT, GROUP)
     WHOLE: tl.constexpr = EVEN and not AHEAD  # the step after the last one is masked
     # A byte is multiplied as a float: a block of 4 columns saves nothing by a scale of its own.
-    FLOATS: tl.constexpr = x.dtype.element_ty == tl.float32 or FORMAT == "int8"
+    FLOATS: tl.constexpr = x.dtype.element_ty == tl.float32 or STEP == 4
     row = tl.arange(0, 16)[None, None, :]
     block = tl.arange(0, KB)[None, :, None]
     acc = tl.zeros([TILES, KB, 16], dtype=tl.float32)
@@ -468,7 +567,7 @@ def tiles_times_rows(
             words, codes = words_next, codes_next
     valid = tl.reshape(valid, [TILES, 1])
     sums = tl.sum(acc, axis=1)
-    if FORMAT != "int4":
+    if has_row_scales(FORMAT):
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
     return sums
@@ -488,11 +587,14 @@ __all__ = [
     "column",
     "gate_and_up",
     "group_scale",
+    "has_row_scales",
     "loaded",
     "logical_row",
     "mantissa",
     "operands",
     "row_scales",
+    "span_of",
+    "step_of",
     "tiles_times_rows",
     "values",
 ]
