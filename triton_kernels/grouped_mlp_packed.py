@@ -68,6 +68,7 @@ class DecodeConfig:
 DECODE = DecodeConfig()
 DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
+DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
     DECODE,
     *(
@@ -117,16 +118,18 @@ def grouped_mlp_packed(
     if most is None:
         most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w2.cols)
+        chosen = config or _decode_config(x.dtype, w13.format, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, width: int) -> DecodeConfig:
+def _decode_config(dtype: torch.dtype, format: str, width: int) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
+    if format == "fp8":
+        return DECODE_FP8
     return DECODE_WIDE if width >= 1536 else DECODE
 
 
@@ -428,7 +431,7 @@ _SHARED = {
 def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_F32 if dtype == "fp32" else DECODE
+    config = DECODE_F32 if dtype == "fp32" else DECODE_FP8 if format == "fp8" else DECODE
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
@@ -468,6 +471,7 @@ COMPILE_CASES = [
 __all__ = [
     "DECODE",
     "DECODE_F32",
+    "DECODE_FP8",
     "DECODE_PAIRS",
     "DOWN_SWEEP",
     "GATE_UP_SWEEP",

@@ -77,6 +77,7 @@ class TileConfig:
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
+ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
@@ -95,9 +96,11 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype, *, gate_up: bool) -> TileConfig:
+def config_for(tokens: int, dtype: torch.dtype, format: str, *, gate_up: bool) -> TileConfig:
+    if tokens == 1 and gate_up:
+        return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
     if tokens == 1:
-        return ROW_GATE_UP if gate_up else ROW
+        return ROW
     return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
 
 
@@ -175,7 +178,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    tile = config or config_for(tokens, x.dtype, gate_up=act is not None)
+    tile = config or config_for(tokens, x.dtype, w.format, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     programs = triton.cdiv(w.tiles, tile.tiles)
@@ -428,8 +431,9 @@ def _group_scales(
     scale, less = group_scale(scales, at, inside, FORMAT, EVEN)
     if FORMAT == "fp8":
         return scale, less
-    scale = _repeated(scale, SPAN)
-    return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
+    else:
+        scale = _repeated(scale, SPAN)
+        return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
 
 
 @triton.jit
@@ -540,7 +544,7 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, ROW_GATE_UP if gate_up else ROW, 1, gate_up, even)
+        _case(format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even)
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),

@@ -132,8 +132,27 @@ def _e4m3(words, n: tl.constexpr):
     else:
         sign, rest = words, words >> 1
     halves = (sign & 0x80008000) | (rest & 0x3F803F80)
-    half = halves >> 16 if n >= 2 else halves
-    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    if _PLAIN:
+        half = halves >> 16 if n >= 2 else halves
+        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif n < 2:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
+            "=f,r",
+            [halves],
+            tl.float32,
+            True,
+            1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
+            "=f,r",
+            [halves],
+            tl.float32,
+            True,
+            1,
+        )
 
 
 @triton.jit
@@ -245,7 +264,7 @@ def _byte_products(words, codes, low, high, x_scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """`_byte_products` in float32, of x as it is; of 4 columns of bytes too."""
+    """`_byte_products` in float32, of x as it is; of int8 and 4 columns too."""
     STEP: tl.constexpr = step_of(FORMAT)
     # What was added and taken off costs up to 6 bits of a sum: too many of a float32 result.
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
@@ -255,16 +274,13 @@ def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, E
     for n in tl.static_range(STEP):
         at = first + column(n, FORMAT)
         value = _column(x, at, cols, valid, EVEN)
-        if FORMAT == "fp8":
-            part += value * _e4m3(words, n)
-        elif EXACT:
-            part += value * (mantissa(words, n, FORMAT) - added(n, FORMAT))
+        number = mantissa(words, n, FORMAT)
+        if EXACT:
+            part += value * (number - added(n, FORMAT))
         else:
-            part += value * mantissa(words, n, FORMAT)
+            part += value * number
             over += value * added(n, FORMAT)
         total += value
-    if FORMAT == "fp8":
-        return part * 256.0 * codes
     part -= over
     if FORMAT == "int8":
         return part
@@ -273,6 +289,15 @@ def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, E
         if FORMAT == "int4p":
             part += less * total
         return scale * part
+
+
+@triton.jit
+def _e4m3_products(x, words, scale, first, cols, valid, EVEN: tl.constexpr):
+    """Sums over the 4 columns of blocks: of fp8 weights times x, divided by 256."""
+    part = _column(x, first, cols, valid, EVEN) * _e4m3(words, 0)
+    for n in tl.static_range(1, 4):
+        part += _column(x, first + n, cols, valid, EVEN) * _e4m3(words, n)
+    return part * scale
 
 
 @triton.jit
@@ -310,10 +335,10 @@ def factors(codes, FORMAT: tl.constexpr):
     """int4, fp8: the scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
     if FORMAT == "fp8":
         return codes, 0.0
-    code = codes.to(tl.uint32)
-    if FORMAT == "int4":
-        return (code << 16).to(tl.float32, bitcast=True), 0.0
+    elif FORMAT == "int4":
+        return (codes.to(tl.uint32) << 16).to(tl.float32, bitcast=True), 0.0
     else:
+        code = codes.to(tl.uint32)
         factor = (((code & 15) << 19) | 0x41800000).to(tl.float32, bitcast=True) - 16.0
         less = (((code & 128) << 15) | 0x3F800000).to(tl.float32, bitcast=True)  # 1.5 or 1.0
         return factor, 2.0 * less - 2.0
@@ -346,13 +371,12 @@ def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
     if FORMAT == "fp8":
         return _e4m3(words, n) * 256.0 * scale
-    found = mantissa(words, n, FORMAT)
-    if FORMAT == "int8":
-        return found - added(n, FORMAT)
-    elif FORMAT == "int4":
-        return found * scale - added(n, FORMAT) * scale  # exact (4 + 8 bits), and one FMA
+    elif FORMAT == "int8":
+        return mantissa(words, n, FORMAT) - added(n, FORMAT)
+    elif FORMAT == "int4":  # exact (4 + 8 bits), and one FMA
+        return mantissa(words, n, FORMAT) * scale - added(n, FORMAT) * scale
     else:
-        return (found - (added(n, FORMAT) - less)) * scale
+        return (mantissa(words, n, FORMAT) - (added(n, FORMAT) - less)) * scale
 
 
 @triton.jit
@@ -427,7 +451,7 @@ def _e4m3_pairs(words, n: tl.constexpr, kind: tl.constexpr):
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [words, bytes, shift, mask, sign, one + 0x7B807B80],  # 2^120, 2^120
-            kind,
+            tl.bfloat16,
             True,
             2,
         )
@@ -443,7 +467,7 @@ def _e4m3_pairs(words, n: tl.constexpr, kind: tl.constexpr):
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [words, bytes, shift, mask, sign, one + 0x5C005C00],  # 256, 256
-            kind,
+            tl.float16,
             True,
             2,
         )
@@ -525,7 +549,7 @@ def tiles_times_rows(
     SPAN: tl.constexpr = span_of(FORMAT, GROUP)
     WHOLE: tl.constexpr = EVEN and not AHEAD  # the step after the last one is masked
     # A byte is multiplied as a float: a block of 4 columns saves nothing by a scale of its own.
-    FLOATS: tl.constexpr = x.dtype.element_ty == tl.float32 or STEP == 4
+    FLOATS: tl.constexpr = x.dtype.element_ty == tl.float32 or FORMAT == "int8"
     row = tl.arange(0, 16)[None, None, :]
     block = tl.arange(0, KB)[None, :, None]
     acc = tl.zeros([TILES, KB, 16], dtype=tl.float32)
@@ -558,7 +582,9 @@ def tiles_times_rows(
             words, codes = _step(
                 words_at, scales, tile, row, kb, valid, end, groups, FORMAT, SPAN, WHOLE, TILES
             )
-        if FLOATS:
+        if FORMAT == "fp8":
+            acc += _e4m3_products(x, words, codes, kb * STEP, cols, valid, EVEN)
+        elif FLOATS:
             acc += _float_products(x, words, codes, kb * STEP, cols, valid, FORMAT, EVEN)
         else:
             low, high, x_scale = x_bytes(x, kb * STEP, cols, valid, EVEN)
@@ -567,6 +593,8 @@ def tiles_times_rows(
             words, codes = words_next, codes_next
     valid = tl.reshape(valid, [TILES, 1])
     sums = tl.sum(acc, axis=1)
+    if FORMAT == "fp8":
+        sums *= 256.0
     if has_row_scales(FORMAT):
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
