@@ -15,10 +15,11 @@ from ktgraph.cpu_kernels.reference_layouts import STEP, Layout
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import Refusal, no, operand_type
+from ktgraph.runtime.weight_forms import GPU_FORMATS
 from ktgraph.triton_kernels.registry import Supports
 from ktgraph.weights.encodings import Tile
 
-FORMATS = ("int8", "int4", "int4p", "fp8")  # what the kernels of this package decode
+FORMATS = GPU_FORMATS  # what the kernels of this package decode
 GROUPS = {"int8": 0, "int4": 64, "int4p": 64, "fp8": 128}  # as compiled and measured
 
 

@@ -134,7 +134,7 @@ def test_a_policy_may_round_what_is_stored(made: Made) -> None:
 
 
 ON_GPU = {  # whether kernels of a GPU compute from the experts' encoding
-    "fp8": False,
+    "fp8": True,
     "compressed-tensors": True,
     "mxfp4": False,
 }

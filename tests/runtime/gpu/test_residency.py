@@ -77,7 +77,7 @@ def test_prefill_chunk_decode(model: str, experts: str) -> None:
 
 
 @pytest.mark.parametrize("experts", HOT_EXPERTS)
-@pytest.mark.parametrize("quantize", ["int8", "int4(group=32)"])
+@pytest.mark.parametrize("quantize", ["int8", "int4(group=32)", "fp8"])
 def test_quantized_experts(quantize: str, experts: str) -> None:
     """Bytes move as they are, into slots and from slots into buffers of streamed layers."""
     pair = make_hybrid("gqa", HOT_EXPERTS[experts], quantize=f"experts={quantize}")
