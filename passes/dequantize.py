@@ -1,7 +1,7 @@
 """dequantize: dense values for weights in an encoding that no kernel of their device reads.
 
-A quantized checkpoint keeps its own bits where a kernel computes from them.  Elsewhere (mxfp4
-or int4z on a GPU, an embedding in GGUF blocks, a GGUF format without tiles) the values are made dense
+A quantized checkpoint keeps its own bits where a kernel computes from them.  Elsewhere (int4z or
+mxfp4 on a GPU, an embedding in GGUF blocks, a GGUF format without tiles) the values are made dense
 in the compute dtype, once, at load: a recipe in the text and a line in the report, never silently.
 
 Before:  %y = nn.linear %x, @q_proj : bf16[T, H*A]@cuda:0          @q_proj : bf16[H*A, D]<int4z>

@@ -544,7 +544,9 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even)
+        _case(
+            format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even
+        )
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),

@@ -99,8 +99,10 @@ def _and_xor(bits, mask: tl.constexpr, ones: tl.constexpr):
 
 @triton.jit
 def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
-    """Number n of each word as f32, with something `added`: 384 + q of int8, of nibbles 256 + nibble
-    (even n) or 16 + nibble."""
+    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
+
+    fp8 has none: `_e4m3`.
+    """
     byte: tl.constexpr = n if FORMAT == "int8" else n // 2
     if byte == 0:
         bits = words << 15
