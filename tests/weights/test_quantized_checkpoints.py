@@ -158,3 +158,35 @@ def test_beside_a_gpu(made: Made, where: str, tmp_path: Path) -> None:
     ids = torch.randint(0, 96, (2, 19), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert nmse(lowered.compile()(ids), made.model(ids).logits) < 1e-10
+
+
+HOT_AND_STREAMED = """\
+- match: {class: moe.grouped_mlp}
+  replace: {device: stream}
+  phase: prefill
+- match: {class: moe.grouped_mlp}
+  replace: {device: hot, experts: 2}
+"""
+
+
+def test_fp8_experts_move_between_host_and_gpu_as_they_are(made: Made, tmp_path: Path) -> None:
+    """Streamed for the prompt, beside hot ones in decode: the same tiles everywhere."""
+    if made.name != "fp8":
+        return
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(HOT_AND_STREAMED)
+    lowered = made.traced.lower(
+        kt.hybrid(gpu="simulated"), context=64, activations="f32", rules=str(rules)
+    )
+    assert not [n for n in lowered.module.weights if "experts" in n and n.endswith(".dq")]
+    compiled = lowered.compile()
+    tiles = [u for u in compiled.runner.plan.uses() if "experts" in u.key and u.form == "tile"]
+    assert {u.tile.format for u in tiles} == {"fp8"}
+    on_host = [u.key for u in tiles if u.device == "cpu"]
+    assert len(on_host) == 2  # the copy reads what the CPU's kernel does
+    ids = torch.randint(0, 96, (1, 19), generator=torch.Generator().manual_seed(3))
+    found = compiled.generate(ids[0].tolist(), max_new_tokens=4)
+    with torch.no_grad():
+        assert nmse(compiled(ids), made.model(ids).logits) < 1e-10
+        text = torch.cat([ids[0], torch.tensor(found)])
+        assert made.model(text[None, :-1]).logits[0, 18:].argmax(-1).tolist() == found
