@@ -10,10 +10,8 @@ and one AND-XOR put the bits into the mantissa of a float,
     256 + n  even nibbles, in bits 15-18         of 2^8, by the same shift as their neighbour
     384 + q  bytes, whose sign the XOR flips     of 2^8
 
-and what was added is taken off where it is cheapest.  The floats are exact.  An e4m3 byte becomes a
-float16 (`_e4m3`), or a bf16 for the matrix units, by shifts and masks as well: GPUs before sm_89
-have no instruction for it, and on those that have one memory binds either way.  Its group's scale
-joins the sums, never the weight, so that what is multiplied is exact.
+and what was added is taken off where it is cheapest.  The floats are exact.  e4m3.py does the
+same for fp8, whose group's scale joins the sums, never the weight: what is multiplied is exact.
 
 Budget on an H200 (4.3 TB/s; 132 multiprocessors x 128 lanes x 1.98 GHz; integer operations at half
 that rate): int4 with groups of 64 is 0.53 bytes, 8.1e12 weights a second, 4.1 instructions each, of
@@ -29,6 +27,7 @@ import triton.language as tl
 
 from ktgraph.cpu_kernels.reference_layouts import STEP
 from ktgraph.triton_kernels.dots import INTERPRETED
+from ktgraph.triton_kernels.e4m3 import e4m3, e4m3_factor, e4m3_operands
 from ktgraph.triton_kernels.rounding import rounded
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no inline PTX
@@ -101,7 +100,7 @@ def _and_xor(bits, mask: tl.constexpr, ones: tl.constexpr):
 def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
 
-    fp8 has none: `_e4m3`.
+    Of fp8 see `e4m3`.
     """
     byte: tl.constexpr = n if FORMAT == "int8" else n // 2
     if byte == 0:
@@ -119,42 +118,6 @@ def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
     else:
         bits = _and_xor(bits, 0x00780000, 0x41800000)
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e4m3(words, n: tl.constexpr):
-    """Byte n of each word, an e4m3 number, as f32 and divided by 256.
-
-    Exponent and mantissa, one bit further right, are those of a float16 2^8 smaller, of subnormal
-    numbers too.  Bytes n and n ^ 2 lie in two halves of a word, which are moved at once.  (NaN,
-    0x7F, would read as 480: the packer refuses it.)
-    """
-    if n % 2 == 0:
-        sign, rest = words << 8, words << 7
-    else:
-        sign, rest = words, words >> 1
-    halves = (sign & 0x80008000) | (rest & 0x3F803F80)
-    if _PLAIN:
-        half = halves >> 16 if n >= 2 else halves
-        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif n < 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
-            "=f,r",
-            [halves],
-            tl.float32,
-            True,
-            1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
-            "=f,r",
-            [halves],
-            tl.float32,
-            True,
-            1,
-        )
 
 
 @triton.jit
@@ -295,10 +258,10 @@ def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, E
 
 @triton.jit
 def _e4m3_products(x, words, scale, first, cols, valid, EVEN: tl.constexpr):
-    """Sums over the 4 columns of blocks: of fp8 weights times x, divided by 256."""
-    part = _column(x, first, cols, valid, EVEN) * _e4m3(words, 0)
+    """Sums over the 4 columns of blocks: of fp8 weights times x, divided by `e4m3_factor`."""
+    part = _column(x, first, cols, valid, EVEN) * e4m3(words, 0)
     for n in tl.static_range(1, 4):
-        part += _column(x, first + n, cols, valid, EVEN) * _e4m3(words, n)
+        part += _column(x, first + n, cols, valid, EVEN) * e4m3(words, n)
     return part * scale
 
 
@@ -372,7 +335,7 @@ def logical_row(tile, row, rows, GATE_UP: tl.constexpr):
 def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
     if FORMAT == "fp8":
-        return _e4m3(words, n) * 256.0 * scale
+        return e4m3(words, n) * e4m3_factor() * scale
     elif FORMAT == "int8":
         return mantissa(words, n, FORMAT) - added(n, FORMAT)
     elif FORMAT == "int4":  # exact (4 + 8 bits), and one FMA
@@ -385,11 +348,11 @@ def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
 def operands(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, kind: tl.constexpr):
     """`values` rounded to `kind`, for the matrix units; a thread has an even number of words.
 
-    fp8 is without its scale (give 1.0), and exact.
+    fp8 is without its scale, and exact.
     """
-    if FORMAT == "fp8" and kind != tl.float32 and not _PLAIN:
-        return _e4m3_pairs(words, n, kind)
-    elif _PLAIN or FORMAT == "int8" or FORMAT == "fp8" or kind != tl.bfloat16:
+    if FORMAT == "fp8":
+        return e4m3_operands(words, n, kind)
+    elif _PLAIN or FORMAT == "int8" or kind != tl.bfloat16:
         return rounded(values(words, n, scale, less, FORMAT), kind)
     else:
         return _bf16_pairs(words, n, scale.to(kind), (less - 136.0).to(kind))
@@ -427,52 +390,6 @@ def _bf16_pairs(words, n: tl.constexpr, scale, offset):
         True,
         2,
     )
-
-
-@triton.jit
-def _e4m3_pairs(words, n: tl.constexpr, kind: tl.constexpr):
-    """Byte n of each word, an e4m3 number, as bf16 or float16, two words an instruction.
-
-    As in `_e4m3`: the bits of a bf16 are those of a number 2^120 smaller, of a float16 2^8.
-    """
-    is_bf16: tl.constexpr = kind == tl.bfloat16
-    one = words * 0
-    shift = one + (4 if is_bf16 else 1)
-    mask = one + (0x07F007F0 if is_bf16 else 0x3F803F80)
-    bytes = one + (0x1100 * (n + 4) + 0x11 * n)
-    sign = one + 0x80008000  # -0, -0 as well
-    if is_bf16:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, u;
-            prmt.b32 t, $1, $2, $3;
-            shr.b32 u, t, $5;
-            and.b32 u, u, $7;
-            lop3.b32 t, t, $9, u, 0xEA;
-            fma.rn.bf16x2 $0, t, $11, $9;
-            }""",
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [words, bytes, shift, mask, sign, one + 0x7B807B80],  # 2^120, 2^120
-            tl.bfloat16,
-            True,
-            2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, u;
-            prmt.b32 t, $1, $2, $3;
-            shr.b32 u, t, $5;
-            and.b32 u, u, $7;
-            lop3.b32 t, t, $9, u, 0xEA;
-            fma.rn.f16x2 $0, t, $11, $9;
-            }""",
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [words, bytes, shift, mask, sign, one + 0x5C005C00],  # 256, 256
-            tl.float16,
-            True,
-            2,
-        )
 
 
 @triton.jit
@@ -596,7 +513,7 @@ def tiles_times_rows(
     valid = tl.reshape(valid, [TILES, 1])
     sums = tl.sum(acc, axis=1)
     if FORMAT == "fp8":
-        sums *= 256.0
+        sums *= e4m3_factor()
     if has_row_scales(FORMAT):
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
