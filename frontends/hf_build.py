@@ -50,7 +50,9 @@ def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
     if isinstance(source, PreTrainedModel):
         return _twin_of_model(source, dtype)
     if isinstance(source, PreTrainedConfig):
-        return _twin_of_config(copy.deepcopy(source), dtype)
+        twin = _twin_of_config(copy.deepcopy(source), dtype)
+        twin.files = _planned_forms(twin)
+        return twin
     if is_gguf(source):
         return _twin_of_gguf(Path(source), dtype)
     twin = _twin_of_config(load_config(source), dtype)
@@ -65,6 +67,17 @@ def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:
     twin.files = opened.forms
     twin.buffers = opened.buffers
     return twin
+
+
+def _planned_forms(twin: Twin) -> FileForms:
+    """What a quantized checkpoint's config says of its files, which are not here."""
+    from ktgraph.weights.checkpoints import planned_encodings
+
+    given: Any = getattr(twin.config, "quantization_config", None)
+    if given is None:
+        return FileForms()
+    settings = given.to_dict() if hasattr(given, "to_dict") else given
+    return FileForms(encodings=planned_encodings(twin.model, settings))
 
 
 def _file_forms(folder: Path, model: PreTrainedModel) -> FileForms:
