@@ -50,9 +50,7 @@ def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
     if isinstance(source, PreTrainedModel):
         return _twin_of_model(source, dtype)
     if isinstance(source, PreTrainedConfig):
-        twin = _twin_of_config(copy.deepcopy(source), dtype)
-        twin.files = _planned_forms(twin)
-        return twin
+        return _twin_of_config(copy.deepcopy(source), dtype)
     if is_gguf(source):
         return _twin_of_gguf(Path(source), dtype)
     twin = _twin_of_config(load_config(source), dtype)
@@ -69,7 +67,7 @@ def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:
     return twin
 
 
-def _planned_forms(twin: Twin) -> FileForms:
+def planned_forms(twin: Twin) -> FileForms:
     """What a quantized checkpoint's config says of its files, which are not here."""
     from ktgraph.weights.checkpoints import planned_encodings
 

@@ -9,8 +9,8 @@ and weight_dequant of the DeepSeek-V3 repository (inference/kernel.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def planned_fp8(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Enco
     _refuse_other_blocks("quantization_config", settings)
     kept = {"lm_head", *(settings.get("modules_to_not_convert") or ())}
     found: dict[str, Encoding] = {}
-    for name, module in model.named_modules():
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         stacks = [k for k, p in module.named_parameters(recurse=False) if p.dim() == 3]
         leaves = ["weight"] if isinstance(module, nn.Linear) else stacks
         if not any(name == k or name.startswith(f"{k}.") for k in kept):
