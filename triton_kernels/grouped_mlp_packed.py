@@ -32,14 +32,13 @@ from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
 from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed_forms import most_pairs
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.unpack import unpack
 from ktgraph.triton_kernels.weighted_sum import weighted_sum
 
-DECODE_PAIRS = 64  # always decode up to here,
-PAIRS_PER_EXPERT = 4  # and up to this many pairs for every expert of the stack
 SCRATCH_BYTES = 1 << 30  # of unpacked experts
 
 
@@ -114,9 +113,7 @@ def grouped_mlp_packed(
         return
     assert x.stride(-1) == out[0].stride(-1) == 1
     assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
-    most = decode_pairs
-    if most is None:
-        most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
+    most = most_pairs(w13.count) if decode_pairs is None else decode_pairs
     if ids.numel() <= most and w13.gate_up:
         chosen = config or _decode_config(x.dtype, w13.format, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
@@ -472,10 +469,8 @@ __all__ = [
     "DECODE",
     "DECODE_F32",
     "DECODE_FP8",
-    "DECODE_PAIRS",
     "DOWN_SWEEP",
     "GATE_UP_SWEEP",
-    "PAIRS_PER_EXPERT",
     "SCRATCH_BYTES",
     "DecodeConfig",
     "decode_down",

@@ -36,6 +36,7 @@ from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.silu_mul import gated_mul
@@ -54,7 +55,6 @@ from ktgraph.triton_kernels.tile_words import (
 from ktgraph.triton_kernels.unpack import unpack
 
 _PROGRAMS = 264  # that an H200 runs at once
-MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 
 @dataclass(frozen=True)
@@ -557,7 +557,6 @@ COMPILE_CASES = [
 ]
 
 __all__ = [
-    "MOST_DIRECT",
     "ROW",
     "ROWS",
     "ROWS_SWEEP",

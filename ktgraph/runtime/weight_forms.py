@@ -30,6 +30,14 @@ def gpu_reads_tiles(stored: Encoding) -> bool:
     return stored.name in GPU_FORMATS and by_row
 
 
+def gpu_decodes(encoding: Encoding) -> bool:
+    """Whether GPU kernels read the encoding in tiles, now or once it is packed."""
+    tile = Tile.of(encoding)
+    if tile is None:
+        return gpu_reads_tiles(encoding)
+    return tile.format in GPU_FORMATS and (tile.format != "int8" or not tile.group)
+
+
 def kernel_reads(op_name: str, position: int, stored: Encoding, *, on_cpu: bool) -> bool:
     """Whether a kernel of the device computes from this encoding at this operand.
 
@@ -61,6 +69,7 @@ __all__ = [
     "PACKED_ON_GPU",
     "TILE_FORMATS",
     "device_of",
+    "gpu_decodes",
     "gpu_reads_tiles",
     "is_cpu",
     "kernel_reads",
