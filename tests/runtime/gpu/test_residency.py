@@ -104,7 +104,7 @@ def test_prefill_chunk_decode(model: str, experts: str, new_device: NewDevice) -
 
 
 @pytest.mark.parametrize("experts", HOT_EXPERTS)
-@pytest.mark.parametrize("quantize", ["int8", "int4(group=32)"])
+@pytest.mark.parametrize("quantize", ["int8", "int4(group=32)", "fp8"])
 def test_quantized_experts(quantize: str, experts: str, new_device: NewDevice) -> None:
     """Bytes move as they are, into slots and from slots into buffers of streamed layers."""
     policy = f"experts={quantize}"
