@@ -13,7 +13,9 @@ from ktgraph.ir.dims import Dim
 from ktgraph.ir.graph import Module, Op, Operand, Value, WeightRef
 from ktgraph.ir.types import BatchType, Encoding, StateType, TensorType, Type
 from ktgraph.ops.registry import CostDims, OpDef, Reach, op_def
+from ktgraph.runtime.weight_forms import PACKED, PACKED_ON_GPU, gpu_decodes
 from ktgraph.target import Device, Target
+from ktgraph.triton_kernels.packed_forms import MOST_DIRECT, UNPACK_REACH, most_pairs
 from ktgraph.weights.encodings import Tile
 from ktgraph.weights.encodings import nbytes as encoded_nbytes
 
@@ -80,6 +82,8 @@ class OpCost:
     known: bool  # False: the op has no cost rule
     cpu_dtype: str = ""  # what a CPU computes in, where that is another: int8 for integer weights
     format: str = ""  # of its largest weight: the key of a CPU's `reads`
+    packed: float = 0.0  # bytes of the weights that a GPU first makes dense, for so many tokens
+    dense: float = 0.0  # bytes of them then
 
     @property
     def intensity(self) -> float:
@@ -99,18 +103,26 @@ class OpCost:
     def parts(
         self, target: Target, device: str | None = None, *, fallback: bool = False
     ) -> dict[str, float]:
-        """`seconds` by what they go to: memory or compute, the longer of both, and launch."""
+        """`seconds` by what they go to: memory or compute, the longer of both, and launch.
+
+        Where a GPU unpacks weights first, that is memory as well.
+        """
         at = target.device(device or self.device)
         dtype = self._dtype_on(at, fallback)
         memory, compute = self._reach(at)
         moved = self._moved(at) / memory
         worked = self.flops / (at.peak_for(dtype) * compute)
-        longer = ("compute", worked) if worked >= moved else ("memory", moved)
-        return dict([longer, ("launch", self._launch(at))])
+        parts = {"compute": worked} if worked >= moved else {"memory": moved}
+        if self.dense and at.kind != "cpu":
+            unpacking = (self.packed + self.dense) / (at.bandwidth_at() * UNPACK_REACH)
+            parts["memory"] = parts.get("memory", 0.0) + unpacking
+        return {**parts, "launch": self._launch(at)}
 
     def _moved(self, at: Device) -> float:
         """Seconds to read and write; weights as fast as kernels unpack them, if that is known."""
         everything = self.read + self.written
+        if at.kind != "cpu":
+            everything += self.dense - self.packed
         if self.format not in at.reads:
             return everything / at.bandwidth_at()
         weights = self.weights / at.reads[self.format]
@@ -164,10 +176,40 @@ def op_cost(
     where = ", ".join(f"%{r.name}" for r in op.results)
     known = has_cost_rule(definition)
     dtype = _compute_dtype(op)
+    unpacked = _unpacked(module, op, call, dims, bindings, encodings or {})
     return OpCost(
         op, where, repeats, device, dtype, flops, read, written, min(weights, read), known,
-        _cpu_dtype(module, op, encodings or {}), _format(module, op, encodings or {}),
+        _cpu_dtype(module, op, encodings or {}), _format(module, op, encodings or {}), *unpacked,
     )  # fmt: skip
+
+
+def _unpacked(
+    module: Module,
+    op: Op,
+    call: Call,
+    dims: CostDims,
+    bindings: Mapping[str, int],
+    encodings: Encodings,
+) -> tuple[float, float]:
+    """Bytes of the weights that GPU kernels unpack for so many tokens: packed, and then dense."""
+    if op.name not in PACKED_ON_GPU:
+        return 0.0, 0.0
+    is_experts = op.name == "moe.grouped_mlp"
+    most = most_pairs(int(dims.E)) if is_experts else MOST_DIRECT
+    if call.tokens * (dims.K if is_experts else 1) <= most:
+        return 0.0, 0.0
+    packed = dense = 0.0
+    for position in PACKED[op.name]:
+        operand = op.operand(position)
+        assert operand is not None
+        type = module.type_of(operand)
+        assert isinstance(type, TensorType)
+        name = operand.name if isinstance(operand, WeightRef) else ""
+        planned = encodings.get(name, type.encoding)
+        if planned is not None and gpu_decodes(planned):
+            packed += dims.nbytes(position)
+            dense += type_nbytes(type.encoded(None), bindings)
+    return packed, dense
 
 
 def has_cost_rule(definition: OpDef) -> bool:

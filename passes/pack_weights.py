@@ -1,7 +1,7 @@
 """pack-weights: a twin in tiles for each matrix that a CPU kernel reads (docs/layouts.md).
 
-On a GPU only integer weights are packed, in the same tiles: an expert that moves between host and
-GPU is copied as it is.  Dense matrices stay row-major there.
+On a GPU int8 (by row), int4, int4p and fp8 are packed, in the same tiles: an expert that moves
+between host and GPU is copied as it is.  Dense matrices stay row-major there.
 
 Tiles hold the same values in the order in which the kernels walk them, so this is exact: bf16 stays
 bf16, int4 and mxfp4 keep their groups, GGUF blocks keep their bits.  Gate and up rows of one MLP
@@ -107,7 +107,7 @@ def _twin(
 
 
 def _stream_packed(module: Module, ctx: PassContext) -> set[str]:
-    """Streamed integers cross in tiles: the CPU's, where a CPU op reads them as well.
+    """What GPU kernels read in tiles crosses in tiles: the CPU's, where a CPU op reads them too.
 
     GPU kernels take dense matrices row-major, so the host may hold those twice.  Returns the names
     of the weights that were packed.

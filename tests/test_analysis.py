@@ -16,6 +16,8 @@ from ktgraph.ir.types import Encoding
 from ktgraph.pass_api import PassContext
 from ktgraph.target import load_target
 from ktgraph.timeline import Event, lane_shares, lanes_html, predicted_events, write_chrome_trace
+from ktgraph.triton_kernels.packed_forms import UNPACK_REACH
+from ktgraph.weights.encodings import parse_encoding, shape_nbytes
 
 TARGET = load_target("rtx4090-24g+xeon")
 
@@ -42,6 +44,34 @@ def test_costs_by_hand() -> None:
     assert found.seconds(TARGET, "cpu") == pytest.approx(
         (found.read + found.written) / (0.85 * 230e9) + 5e-6  # 0.85: what the kernel reaches
     )
+
+
+@pytest.mark.parametrize("encoding", ["fp8(group=128)", "int4(group=64)", "mxfp4(group=32)"])
+def test_a_gpu_unpacks_weights_for_many_tokens(encoding: str) -> None:
+    """What its kernels read packed is read, written dense, and read again; and then multiplied."""
+    module = v2_lite()
+    experts = next(o for o in module.functions["prefill"].walk() if o.name == "moe.grouped_mlp")
+    encodings = {experts.weight(n).name: parse_encoding(encoding) for n in (3, 4)}
+    gpu = TARGET.device("cuda:0")
+
+    def parts(tokens: int, device: str = "cuda:0") -> dict[str, float]:
+        call = Call.prefill(tokens)
+        found = op_cost(module, experts, call, call.bindings(module), encodings=encodings)
+        return found.parts(TARGET, device)
+
+    matrices = [(64, 2816, 2048), (64, 2048, 1408)]
+    dense = 2 * 64 * 3 * 2048 * 1408
+    packed = sum(shape_nbytes(shape, parse_encoding(encoding)) for shape in matrices)
+    unpacking = (packed + dense) / (gpu.bandwidth_at() * UNPACK_REACH)
+    if encoding.startswith("mxfp4"):  # no kernel: `dequantize` runs before
+        unpacking = 0.0
+    assert parts(2048).get("memory", 0.0) == pytest.approx(unpacking)  # bound by compute
+    read = parts(128)["memory"] - unpacking
+    assert read > dense / gpu.bandwidth_at() or not unpacking
+    assert (
+        parts(42)["memory"] < packed / (0.7 * gpu.bandwidth_at()) * 1.01
+    )  # 252 pairs: as they are
+    assert "memory" not in parts(2048, "cpu")
 
 
 def test_overlap_is_time_saved(placed: tuple[Module, PassContext]) -> None:

@@ -8,7 +8,15 @@ from ktgraph.ir.types import Encoding
 from ktgraph.triton_kernels.packed import PackedWeight
 from ktgraph.weights.encodings import Tile, from_float, to_float
 
-FORMATS = (("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("int4p", 32), ("int4p", 128))
+FORMATS = (
+    ("int8", 0),
+    ("int4", 32),
+    ("int4", 64),
+    ("int4", 128),
+    ("int4p", 32),
+    ("int4p", 128),
+    ("fp8", 128),
+)
 
 
 def encoding(format: str, group: int, gate_up: bool = False) -> Encoding:

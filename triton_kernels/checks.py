@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ Check = tuple[str, Callable[[], str]]
 
 EXACT = 1e-10  # NMSE in float32
 _DTYPES = (torch.float32, torch.bfloat16)
+_FORMATS = {"int4": 32, "fp8": 128}  # of packed kernels, and their group: two ways of decoding
 # Packed kernels read these operands in tiles; True: gate and up tiles alternate.
 _PACKED = {
     "nn.linear": {1: False},
@@ -41,18 +43,30 @@ def self_check(device: torch.device) -> Iterator[Check]:
         for kernel in kernels_for(definition.name, "cuda"):
             if kernel.into is None or not definition.cases:
                 continue
-            for dtype in _DTYPES:
-                name = f"{kernel.name} {str(dtype).removeprefix('torch.')}"
-                yield name, partial(check_kernel, definition, kernel, dtype, device)
+            for dtype, format in product(_DTYPES, _formats(definition, kernel)):
+                name = f"{kernel.name} {str(dtype).removeprefix('torch.')} {format}".rstrip()
+                yield name, partial(check_kernel, definition, kernel, dtype, device, format)
+
+
+def _formats(definition: OpDef, kernel: KernelDef) -> Sequence[str]:
+    """Tile formats that a kernel is checked with; "" of one that reads none."""
+    return tuple(_FORMATS) if _packed_operands(definition, kernel) else ("",)
 
 
 def check_kernel(
-    definition: OpDef, kernel: KernelDef, dtype: torch.dtype, device: torch.device
+    definition: OpDef,
+    kernel: KernelDef,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: str = "",
 ) -> str:
-    """The largest error over the op's cases; raises WrongKernelError beyond the kernel's bound."""
+    """The largest error over the op's cases; raises WrongKernelError beyond the kernel's bound.
+
+    format: of the tiles that a packed kernel reads, int4 or fp8.
+    """
     bound = EXACT if dtype == torch.float32 else max(kernel.nmse, EXACT)
     errors = [
-        _case_error(definition, kernel, sizes, dtype, device, seed)
+        _case_error(definition, kernel, sizes, dtype, device, format, seed)
         for seed, sizes in enumerate(definition.cases)
     ]
     worst = max(errors)
@@ -67,13 +81,14 @@ def _case_error(
     sizes: Any,
     dtype: torch.dtype,
     device: torch.device,
+    format: str,
     seed: int,
 ) -> float:
     made = make_inputs(definition, sizes, dtype=dtype, seed=seed)
     operands = list(made.operands)
     given = [_on(o, device) for o in operands]
     for position, gate_up in _packed_operands(definition, kernel).items():
-        given[position], operands[position] = _pack(operands[position], gate_up, device)
+        given[position], operands[position] = _pack(operands[position], format, gate_up, device)
     wanted = _as_tuple(definition.reference(*operands, **made.attrs))
     out = tuple(
         torch.full_like(w, _poison(w)).to(device) if isinstance(w, torch.Tensor) else None
@@ -99,14 +114,15 @@ def _on(operand: Any, device: torch.device) -> Any:
 
 
 def _pack(
-    values: torch.Tensor, gate_up: bool, device: torch.device
+    values: torch.Tensor, format: str, gate_up: bool, device: torch.device
 ) -> tuple[PackedWeight, torch.Tensor]:
-    """The weight in tiles of int4, and the values that its bytes mean."""
-    encoding = Tile("int4", 32, gate_up).encoding
+    """The weight in tiles, and the values that its bytes mean."""
+    group = _FORMATS[format]
+    encoding = Tile(format, group, gate_up).encoding
     stored = from_float(values.float(), encoding)
     rows, cols = values.shape[-2:]
     count = values.shape[0] if values.dim() == 3 else 1
-    weight = PackedWeight(stored[0].to(device), "int4", rows, cols, count, 32, gate_up)
+    weight = PackedWeight(stored[0].to(device), format, rows, cols, count, group, gate_up)
     return weight, to_float(stored, values.shape, encoding)
 
 

@@ -31,15 +31,14 @@ from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.grouped_gemm import grouped_config, launch_down, launch_gate_up
 from ktgraph.triton_kernels.moe_align import align
-from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed_forms import most_pairs
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.tile_words import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.unpack import unpack
 from ktgraph.triton_kernels.weighted_sum import weighted_sum
 
-DECODE_PAIRS = 64  # always decode up to here,
-PAIRS_PER_EXPERT = 4  # and up to this many pairs for every expert of the stack
 SCRATCH_BYTES = 1 << 30  # of unpacked experts
 
 
@@ -68,6 +67,7 @@ class DecodeConfig:
 DECODE = DecodeConfig()
 DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
+DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
     DECODE,
     *(
@@ -113,20 +113,20 @@ def grouped_mlp_packed(
         return
     assert x.stride(-1) == out[0].stride(-1) == 1
     assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
-    most = decode_pairs
-    if most is None:
-        most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
+    most = most_pairs(w13.count) if decode_pairs is None else decode_pairs
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w2.cols)
+        chosen = config or _decode_config(x.dtype, w13.format, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, width: int) -> DecodeConfig:
+def _decode_config(dtype: torch.dtype, format: str, width: int) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
+    if format == "fp8":
+        return DECODE_FP8
     return DECODE_WIDE if width >= 1536 else DECODE
 
 
@@ -428,11 +428,11 @@ _SHARED = {
 def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_F32 if dtype == "fp32" else DECODE
+    config = DECODE_F32 if dtype == "fp32" else DECODE_FP8 if format == "fp8" else DECODE
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
-        "GROUP": 0 if format == "int8" else 64,
+        "GROUP": GROUPS[format],
         "HAS_BIAS": bias,
         "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
@@ -468,10 +468,9 @@ COMPILE_CASES = [
 __all__ = [
     "DECODE",
     "DECODE_F32",
-    "DECODE_PAIRS",
+    "DECODE_FP8",
     "DOWN_SWEEP",
     "GATE_UP_SWEEP",
-    "PAIRS_PER_EXPERT",
     "SCRATCH_BYTES",
     "DecodeConfig",
     "decode_down",

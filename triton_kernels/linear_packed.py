@@ -35,23 +35,26 @@ from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
-from ktgraph.triton_kernels.packed import FORMATS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
+from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.silu_mul import gated_mul
 from ktgraph.triton_kernels.tile_words import (
     gate_and_up,
     group_scale,
+    has_row_scales,
     loaded,
     logical_row,
     operands,
     row_scales,
+    span_of,
+    step_of,
     tiles_times_rows,
 )
 from ktgraph.triton_kernels.unpack import unpack
 
 _PROGRAMS = 264  # that an H200 runs at once
-MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class TileConfig:
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
+ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
@@ -92,9 +96,11 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype, *, gate_up: bool) -> TileConfig:
+def config_for(tokens: int, dtype: torch.dtype, format: str, *, gate_up: bool) -> TileConfig:
+    if tokens == 1 and gate_up:
+        return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
     if tokens == 1:
-        return ROW_GATE_UP if gate_up else ROW
+        return ROW
     return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
 
 
@@ -172,7 +178,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    tile = config or config_for(tokens, x.dtype, gate_up=act is not None)
+    tile = config or config_for(tokens, x.dtype, w.format, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     programs = triton.cdiv(w.tiles, tile.tiles)
@@ -351,7 +357,7 @@ def _rows(
     SPLIT: tl.constexpr,
 ):
     enter()
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    STEP: tl.constexpr = step_of(FORMAT)
     kind = x.dtype.element_ty
     n = tl.arange(0, TILES * 16)
     tile, row = tl.program_id(0) * TILES + n // 16, n % 16
@@ -375,7 +381,7 @@ def _rows(
                 blocks,
                 groups,
                 FORMAT,
-                GROUP // STEP,
+                span_of(FORMAT, GROUP),
                 EVEN,
                 TILES,
                 KB,
@@ -385,10 +391,16 @@ def _rows(
         mask = (token < tokens)[None, :, None] & (col < cols)
         xs = tl.load(x + token[None, :, None] * stride_x + col, mask=mask, other=0.0)
         planes = _planes(xs, SPLIT, BLOCK_T, KB, FORMAT)
-        for i in tl.static_range(STEP):
-            acc = dot(planes[i], operands(words, i, scale, less, FORMAT, kind), acc)
+        if FORMAT == "fp8":
+            part = tl.zeros([SPLIT, BLOCK_T, TILES * 16], dtype=tl.float32)
+            for i in tl.static_range(STEP):
+                part = dot(planes[i], operands(words, i, 1.0, 0.0, FORMAT, kind), part)
+            acc += part * scale
+        else:
+            for i in tl.static_range(STEP):
+                acc = dot(planes[i], operands(words, i, scale, less, FORMAT, kind), acc)
     sums = tl.sum(acc, axis=0)
-    if FORMAT != "int4":
+    if has_row_scales(FORMAT):
         sums *= row_scales(data + row_scales_at, tile * 16 + row, tile < tiles)[None, :]
     _store(sums, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
 
@@ -410,14 +422,18 @@ def _group_scales(
     SPLIT: tl.constexpr,
 ):
     """Scales [SPLIT, KB, TILES * 16] of which every group is loaded once: blocks of a step are
-    whole groups, SPAN blocks each."""
-    COUNT: tl.constexpr = KB // SPAN
+    whole groups, SPAN blocks each.  Of fp8 [SPLIT, 1, TILES * 16]: a step lies in one group."""
+    tl.static_assert(SPAN % KB == 0 if FORMAT == "fp8" else KB % SPAN == 0)
+    COUNT: tl.constexpr = 1 if FORMAT == "fp8" else KB // SPAN
     kb = first + SPAN * tl.arange(0, COUNT)[None, :, None]
     inside = (tile < tiles)[None, None, :] & (kb < blocks)
     at = (tile[None, None, :] * groups + kb // SPAN) * 16 + row[None, None, :]
     scale, less = group_scale(scales, at, inside, FORMAT, EVEN)
-    scale = _repeated(scale, SPAN)
-    return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
+    if FORMAT == "fp8":
+        return scale, less
+    else:
+        scale = _repeated(scale, SPAN)
+        return scale, _repeated(less, SPAN) if FORMAT == "int4p" else less
 
 
 @triton.jit
@@ -432,7 +448,7 @@ def _repeated(values, TIMES: tl.constexpr):
 @triton.jit
 def _planes(xs, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, KB: tl.constexpr, FORMAT: tl.constexpr):
     """x [SPLIT, BLOCK_T, KB * step] as a [SPLIT, BLOCK_T, KB] for each number of a word."""
-    if FORMAT == "int8":
+    if step_of(FORMAT) == 4:
         even, odd = tl.split(tl.reshape(xs, [SPLIT, BLOCK_T, KB, 2, 2]))
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
@@ -498,7 +514,7 @@ def _case(
     kernel = _rows if block_t > 1 else _row
     constants = {
         "FORMAT": format,
-        "GROUP": 0 if format == "int8" else 64,
+        "GROUP": GROUPS[format],
         "GATE_UP": gate_up,
         "ACT": "silu" if gate_up else "",
         "HAS_BIAS": not gate_up,
@@ -528,7 +544,9 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, ROW_GATE_UP if gate_up else ROW, 1, gate_up, even)
+        _case(
+            format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even
+        )
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),
@@ -539,7 +557,6 @@ COMPILE_CASES = [
 ]
 
 __all__ = [
-    "MOST_DIRECT",
     "ROW",
     "ROWS",
     "ROWS_SWEEP",

@@ -15,10 +15,12 @@ from ktgraph.cpu_kernels.reference_layouts import STEP, Layout
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import Refusal, no, operand_type
+from ktgraph.runtime.weight_forms import GPU_FORMATS
 from ktgraph.triton_kernels.registry import Supports
 from ktgraph.weights.encodings import Tile
 
-FORMATS = ("int8", "int4", "int4p")  # what the kernels of this package decode
+FORMATS = GPU_FORMATS  # what the kernels of this package decode
+GROUPS = {"int8": 0, "int4": 64, "int4p": 64, "fp8": 128}  # as compiled and measured
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,17 @@ class PackedWeight:
 
     @property
     def groups(self) -> int:
-        """Group scales (int4) or codes (int4p) of a row; int8 has none."""
+        """Group scales (int4, fp8) or codes (int4p) of a row; int8 has none."""
         return self.layout.groups
 
     @property
     def scales_at(self) -> int:
-        """Byte offset of the group scales (int4), the codes (int4p) or the row scales (int8)."""
+        """Byte offset of the group scales (int4, fp8), the codes (int4p) or row scales (int8)."""
         return self.layout.data_nbytes
 
     @property
     def row_scales_at(self) -> int:
-        """Byte offset of the f32 scales [tiles][16] of int8 and int4p; int4 has none."""
+        """Byte offset of the f32 scales [tiles][16] of int8 and int4p; the others have none."""
         return self.layout.data_nbytes + self.layout.scale_nbytes - 64 * self.tiles
 
 
@@ -105,4 +107,4 @@ def _decodes(tile: Tile) -> bool:
     return tile.format in FORMATS and not (tile.format == "int8" and tile.group)
 
 
-__all__ = ["FORMATS", "PackedWeight", "packed_weights"]
+__all__ = ["FORMATS", "GROUPS", "PackedWeight", "packed_weights"]

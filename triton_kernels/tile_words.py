@@ -2,7 +2,7 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Packed tiles inside kernels: words to numbers, scales, and a row of x times tiles.
 
-A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8), see
+A word is what one row has of a 64-byte block: 8 nibbles (int4, int4p) or 4 bytes (int8, fp8), see
 docs/layouts.md.  No integer is converted, for that runs at a quarter of the rate or less: a shift
 and one AND-XOR put the bits into the mantissa of a float,
 
@@ -10,7 +10,8 @@ and one AND-XOR put the bits into the mantissa of a float,
     256 + n  even nibbles, in bits 15-18         of 2^8, by the same shift as their neighbour
     384 + q  bytes, whose sign the XOR flips     of 2^8
 
-and what was added is taken off where it is cheapest.  The floats are exact.
+and what was added is taken off where it is cheapest.  The floats are exact.  e4m3.py does the
+same for fp8, whose group's scale joins the sums, never the weight: what is multiplied is exact.
 
 Budget on an H200 (4.3 TB/s; 132 multiprocessors x 128 lanes x 1.98 GHz; integer operations at half
 that rate): int4 with groups of 64 is 0.53 bytes, 8.1e12 weights a second, 4.1 instructions each, of
@@ -24,7 +25,9 @@ rounds whole rows), and one `dp4a` takes four products.  int8 is bound by memory
 import triton
 import triton.language as tl
 
+from ktgraph.cpu_kernels.reference_layouts import STEP
 from ktgraph.triton_kernels.dots import INTERPRETED
+from ktgraph.triton_kernels.e4m3 import e4m3, e4m3_factor, e4m3_operands
 from ktgraph.triton_kernels.rounding import rounded
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no inline PTX
@@ -33,10 +36,22 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 _LEAST = tl.constexpr(1e-30)
 
 
+@triton.constexpr_function
+def step_of(format):
+    """Columns of a block: numbers of a word."""
+    return STEP[format]
+
+
+@triton.constexpr_function
+def span_of(format, group):
+    """Blocks that share their scales; 1 where the format has no groups."""
+    return max(1, group // STEP[format])
+
+
 @triton.jit
 def column(n: tl.constexpr, FORMAT: tl.constexpr):
     """The column, within a block, of number n of a word."""
-    if FORMAT == "int8":
+    if step_of(FORMAT) == 4:
         return n
     else:
         return n // 2 + 4 * (n % 2)
@@ -83,7 +98,10 @@ def _and_xor(bits, mask: tl.constexpr, ones: tl.constexpr):
 
 @triton.jit
 def mantissa(words, n: tl.constexpr, FORMAT: tl.constexpr):
-    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble."""
+    """Number n of each word as f32: 384 + q of int8, else 256 + nibble (even n) or 16 + nibble.
+
+    Of fp8 see `e4m3`.
+    """
     byte: tl.constexpr = n if FORMAT == "int8" else n // 2
     if byte == 0:
         bits = words << 15
@@ -212,7 +230,7 @@ def _byte_products(words, codes, low, high, x_scale, FORMAT: tl.constexpr):
 @triton.jit
 def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, EVEN: tl.constexpr):
     """`_byte_products` in float32, of x as it is; of int8 and 4 columns too."""
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    STEP: tl.constexpr = step_of(FORMAT)
     # What was added and taken off costs up to 6 bits of a sum: too many of a float32 result.
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     part = words.to(tl.float32) * 0.0
@@ -239,6 +257,15 @@ def _float_products(x, words, codes, first, cols, valid, FORMAT: tl.constexpr, E
 
 
 @triton.jit
+def _e4m3_products(x, words, scale, first, cols, valid, EVEN: tl.constexpr):
+    """Sums over the 4 columns of blocks: of fp8 weights times x, divided by `e4m3_factor`."""
+    part = _column(x, first, cols, valid, EVEN) * e4m3(words, 0)
+    for n in tl.static_range(1, 4):
+        part += _column(x, first + n, cols, valid, EVEN) * e4m3(words, n)
+    return part * scale
+
+
+@triton.jit
 def loaded(words_at, mask, EVEN: tl.constexpr):
     return _load(words_at, mask, EVEN).to(tl.uint32, bitcast=True)
 
@@ -253,14 +280,16 @@ def _load(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def group_scale(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """(scale, offset 7 instead of 8?) of int4 and int4p groups as f32; `at` numbers the scales."""
+    """(scale, offset 7 instead of 8?) of groups as f32; `at` numbers the scales."""
     return factors(_codes(scales, at, mask, FORMAT, EVEN), FORMAT)
 
 
 @triton.jit
 def _codes(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """What is stored of groups: 16 bits of int4, 8 of int4p."""
-    if FORMAT == "int4":
+    """What is stored of groups: 16 bits of int4, 8 of int4p, an f32 of fp8."""
+    if FORMAT == "fp8":
+        return _load(scales.to(tl.pointer_type(tl.float32)) + at, mask, EVEN)
+    elif FORMAT == "int4":
         return _load(scales.to(tl.pointer_type(tl.uint16)) + at, mask, EVEN)
     else:
         return _load(scales + at, mask, EVEN)
@@ -268,14 +297,21 @@ def _codes(scales, at, mask, FORMAT: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def factors(codes, FORMAT: tl.constexpr):
-    """int4: the bf16 scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
-    code = codes.to(tl.uint32)
-    if FORMAT == "int4":
-        return (code << 16).to(tl.float32, bitcast=True), 0.0
+    """int4, fp8: the scale, 0.  int4p: the factor of the code, and 1.0 where its offset is 7."""
+    if FORMAT == "fp8":
+        return codes, 0.0
+    elif FORMAT == "int4":
+        return (codes.to(tl.uint32) << 16).to(tl.float32, bitcast=True), 0.0
     else:
+        code = codes.to(tl.uint32)
         factor = (((code & 15) << 19) | 0x41800000).to(tl.float32, bitcast=True) - 16.0
         less = (((code & 128) << 15) | 0x3F800000).to(tl.float32, bitcast=True)  # 1.5 or 1.0
         return factor, 2.0 * less - 2.0
+
+
+@triton.constexpr_function
+def has_row_scales(format):
+    return format in ("int8", "int4p")
 
 
 @triton.jit
@@ -298,19 +334,25 @@ def logical_row(tile, row, rows, GATE_UP: tl.constexpr):
 @triton.jit
 def values(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr):
     """Number n of each word as f32: q of int8, exact; else q * scale with one rounding at most."""
-    found = mantissa(words, n, FORMAT)
-    if FORMAT == "int8":
-        return found - added(n, FORMAT)
-    elif FORMAT == "int4":
-        return found * scale - added(n, FORMAT) * scale  # exact (4 + 8 bits), and one FMA
+    if FORMAT == "fp8":
+        return e4m3(words, n) * e4m3_factor() * scale
+    elif FORMAT == "int8":
+        return mantissa(words, n, FORMAT) - added(n, FORMAT)
+    elif FORMAT == "int4":  # exact (4 + 8 bits), and one FMA
+        return mantissa(words, n, FORMAT) * scale - added(n, FORMAT) * scale
     else:
-        return (found - (added(n, FORMAT) - less)) * scale
+        return (mantissa(words, n, FORMAT) - (added(n, FORMAT) - less)) * scale
 
 
 @triton.jit
 def operands(words, n: tl.constexpr, scale, less, FORMAT: tl.constexpr, kind: tl.constexpr):
-    """`values` rounded to `kind`, for the matrix units; a thread has an even number of words."""
-    if _PLAIN or FORMAT == "int8" or kind != tl.bfloat16:
+    """`values` rounded to `kind`, for the matrix units; a thread has an even number of words.
+
+    fp8 is without its scale, and exact.
+    """
+    if FORMAT == "fp8":
+        return e4m3_operands(words, n, kind)
+    elif _PLAIN or FORMAT == "int8" or kind != tl.bfloat16:
         return rounded(values(words, n, scale, less, FORMAT), kind)
     else:
         return _bf16_pairs(words, n, scale.to(kind), (less - 136.0).to(kind))
@@ -422,8 +464,8 @@ def tiles_times_rows(
     AHEAD: a step's words are loaded into registers while the one before is multiplied.  Without
     it, and with one stage, all warps wait for memory together and then compute together.
     """
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
-    SPAN: tl.constexpr = 1 if FORMAT == "int8" else GROUP // STEP
+    STEP: tl.constexpr = step_of(FORMAT)
+    SPAN: tl.constexpr = span_of(FORMAT, GROUP)
     WHOLE: tl.constexpr = EVEN and not AHEAD  # the step after the last one is masked
     # A byte is multiplied as a float: a block of 4 columns saves nothing by a scale of its own.
     FLOATS: tl.constexpr = x.dtype.element_ty == tl.float32 or FORMAT == "int8"
@@ -459,7 +501,9 @@ def tiles_times_rows(
             words, codes = _step(
                 words_at, scales, tile, row, kb, valid, end, groups, FORMAT, SPAN, WHOLE, TILES
             )
-        if FLOATS:
+        if FORMAT == "fp8":
+            acc += _e4m3_products(x, words, codes, kb * STEP, cols, valid, EVEN)
+        elif FLOATS:
             acc += _float_products(x, words, codes, kb * STEP, cols, valid, FORMAT, EVEN)
         else:
             low, high, x_scale = x_bytes(x, kb * STEP, cols, valid, EVEN)
@@ -468,7 +512,9 @@ def tiles_times_rows(
             words, codes = words_next, codes_next
     valid = tl.reshape(valid, [TILES, 1])
     sums = tl.sum(acc, axis=1)
-    if FORMAT != "int4":
+    if FORMAT == "fp8":
+        sums *= e4m3_factor()
+    if has_row_scales(FORMAT):
         at = (matrix + row_scales_at) // 4 + tile * 16 + row
         sums *= row_scales(data, tl.reshape(at, [TILES, 16]), valid)
     return sums
@@ -488,11 +534,14 @@ __all__ = [
     "column",
     "gate_and_up",
     "group_scale",
+    "has_row_scales",
     "loaded",
     "logical_row",
     "mantissa",
     "operands",
     "row_scales",
+    "span_of",
+    "step_of",
     "tiles_times_rows",
     "values",
 ]

@@ -20,13 +20,15 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
-from ktgraph.triton_kernels.packed import FORMATS, PackedWeight
+from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight
 from ktgraph.triton_kernels.rounding import rounded
 from ktgraph.triton_kernels.tile_words import (
     group_scale,
     loaded,
     logical_row,
     row_scales,
+    span_of,
+    step_of,
     values,
 )
 
@@ -94,7 +96,7 @@ def _unpack(
     KB: tl.constexpr,
 ):
     enter()
-    STEP: tl.constexpr = 4 if FORMAT == "int8" else 8
+    STEP: tl.constexpr = step_of(FORMAT)
     tile, place = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, 16)
     kb = tl.program_id(0) * KB + tl.arange(0, KB)
@@ -105,7 +107,7 @@ def _unpack(
     if FORMAT == "int8":
         scale, less = 1.0, 0.0
     else:
-        at = (tile * groups + kb // (GROUP // STEP))[None, :] * 16 + row[:, None]
+        at = (tile * groups + kb // span_of(FORMAT, GROUP))[None, :] * 16 + row[:, None]
         scale, less = group_scale(matrix + scales_at, at, inside, FORMAT, False)
     if FORMAT == "int4p":  # the products in the order of the CPU's unpack, for equal bits
         scale *= row_scales(matrix + row_scales_at, tile * 16 + row, row < 16)[:, None]
@@ -123,7 +125,7 @@ def _unpack(
 def _in_order(words, scale, less, KB: tl.constexpr, FORMAT: tl.constexpr):
     """[16, KB] words to [16, KB * step] values in the order of columns: the joins of bits 2, 1, 0
     of a column's number within its block stay within a thread."""
-    if FORMAT == "int8":
+    if step_of(FORMAT) == 4:
         low = tl.join(values(words, 0, scale, less, FORMAT), values(words, 2, scale, less, FORMAT))
         high = tl.join(values(words, 1, scale, less, FORMAT), values(words, 3, scale, less, FORMAT))
         return tl.reshape(tl.join(low, high), [16, KB * 4])
@@ -155,7 +157,7 @@ COMPILE_CASES = [
         {**_TYPES, "out": f"*{dtype}:16"},
         {
             "FORMAT": format,
-            "GROUP": 0 if format == "int8" else 64,
+            "GROUP": GROUPS[format],
             "GATE_UP": gate_up,
             "KB": DEFAULT.kb,
         },

@@ -1,4 +1,5 @@
-"""moe.grouped_mlp with packed experts: DeepSeek-V2-Lite, Qwen3-30B-A3B, DeepSeek-V2 (16 of 160).
+"""moe.grouped_mlp with packed experts: DeepSeek-V2-Lite, Qwen3-30B-A3B, DeepSeek-V2 (16 of 160),
+and DeepSeek-V3 in fp8 (16 of 256).
 
 A peer is the dense bf16 kernel of this project on as many experts.
 """
@@ -15,6 +16,7 @@ from bench.gpu_kernels import Case
 from bench.gpu_kernels._packed_bytes import random_packed
 from ktgraph.triton_kernels.grouped_mlp import grouped_mlp
 from ktgraph.triton_kernels.grouped_mlp_packed import (
+    DECODE_FP8,
     DOWN_SWEEP,
     GATE_UP_SWEEP,
     DecodeConfig,
@@ -27,7 +29,9 @@ SHAPES = {  # D, F, E, K
     "V2-Lite": (2048, 1408, 64, 6),
     "Qwen3-30B": (2048, 768, 128, 8),
     "V2-236B": (5120, 1536, 16, 6),
+    "V3": (7168, 2048, 16, 8),
 }
+_INTEGERS = [name for name in SHAPES if name != "V3"]
 _ATTRS = {"act": "silu", "alpha": 1.702, "limit": 7.0}
 _SETS = 16
 
@@ -128,22 +132,28 @@ def case(
 def cases() -> list[Case]:
     found = [
         case(name, format, tokens)
-        for name in SHAPES
+        for name in _INTEGERS
         for format in ("int4", "int8", "int4p")
         for tokens in (1, 4, 16)
     ]
-    for name in SHAPES:  # where the two forms meet
+    found += [case(name, "fp8", tokens) for name in SHAPES for tokens in (1, 4, 16)]
+    for name in _INTEGERS:  # where the two forms meet
         for tokens in (16, 32, 64, 128):
             pairs = tokens * SHAPES[name][3]
             found += [case(name, "int4", tokens, decode_pairs=most) for most in (0, pairs)]
         found.append(case(name, "int4", 2048))
-    return found
+    for tokens in (16, 32):
+        pairs = tokens * SHAPES["V3"][3]
+        found += [case("V3", "fp8", tokens, decode_pairs=most) for most in (0, pairs)]
+    return found + [case(name, "fp8", 2048) for name in ("V2-Lite", "V3")]
 
 
 def sweep() -> list[Case]:
     """Launch 1 first, then launch 2 with launch 1's default."""
     configs = (*GATE_UP_SWEEP, *DOWN_SWEEP)
-    return [case(name, "int4", 1, config) for name in SHAPES for config in configs]
+    found = [case(name, "int4", 1, config) for name in _INTEGERS for config in configs]
+    fp8 = (DECODE_FP8, *configs)
+    return found + [case(name, "fp8", 1, config) for name in ("V3", "V2-236B") for config in fp8]
 
 
 __all__ = ["cases", "sweep"]

@@ -1,4 +1,4 @@
-"""nn.linear with packed weights: a 10240 x 8192 matrix, and projections of DeepSeek-V2.
+"""nn.linear with packed weights: a 10240 x 8192 matrix, and projections of DeepSeek-V2 and V3.
 
 Peers: torch's bf16 linear (four times the bytes of int4), and torch._weight_int4pack_mm.
 """
@@ -31,15 +31,18 @@ SHAPES = {  # rows, cols
     "V2 o": (5120, 16384),
     "V2 qkv_a": (2112, 5120),
     "V2 shared down": (5120, 3072),
+    "V3 o": (7168, 16384),
+    "V3 qkv_a": (2112, 7168),
+    "V3 shared gate_up": (4096, 7168),
 }
-_GROUPS = {"int8": (0,), "int4": (32, 64, 128), "int4p": (64,)}
+_GROUPS = {"int8": (0,), "int4": (32, 64, 128), "int4p": (64,), "fp8": (128,)}
 
 
 @cache
 def stored(shape: str, format: str, group: int) -> list[PackedWeight]:
     """Weights of a shape, shared by its cases."""
     rows, cols = SHAPES[shape]
-    sets = sets_beyond_l2(rows * cols // (1 if format == "int8" else 2))
+    sets = sets_beyond_l2(rows * cols // (1 if format in ("int8", "fp8") else 2))
     return [random_packed(format, rows, cols, group=group) for _ in range(sets)]
 
 
@@ -112,19 +115,29 @@ def cases() -> list[Case]:
     found += [
         case(shape, "int4", 64, tokens)
         for shape in SHAPES
-        if shape != "10240x8192"
+        if shape.startswith("V2")
+        for tokens in (1, 4, 16)
+    ]
+    found += [
+        case(shape, "fp8", 128, tokens)
+        for shape in SHAPES
+        if shape.startswith("V3")
         for tokens in (1, 4, 16)
     ]
     found += [case(shape, "int8", 0, 1) for shape in SHAPES if shape.startswith("V2 ")]
-    return found + [case("10240x8192", "int4", 64, tokens) for tokens in (32, 64, 2048)]
+    found += [case("10240x8192", "int4", 64, tokens) for tokens in (32, 64, 2048)]
+    return found + [case("10240x8192", "fp8", 128, tokens) for tokens in (32, 64, 2048)]
 
 
 def sweep() -> list[Case]:
-    wide = [s for s in SHAPES if not s.startswith("V2-Lite")]
+    wide = [s for s in SHAPES if not s.startswith(("V2-Lite", "V3"))]
     found = [case(shape, "int8", 0, 1, c) for shape in wide for c in ROW_SWEEP]
     for shape in ("10240x8192", "V2-Lite qkv_a"):
         found += [case(shape, "int4", 64, 1, c) for c in ROW_SWEEP]
         found += [case(shape, "int4", 64, 16, c) for c in ROWS_SWEEP]
+    for shape in ("10240x8192", "V3 o"):
+        found += [case(shape, "fp8", 128, 1, c) for c in ROW_SWEEP]
+        found += [case(shape, "fp8", 128, 16, c) for c in ROWS_SWEEP]
     return found
 
 

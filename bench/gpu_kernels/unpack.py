@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_kernels import Case
 from bench.gpu_kernels._packed_bytes import random_packed
-from ktgraph.triton_kernels.packed import PackedWeight
+from ktgraph.triton_kernels.packed import GROUPS, PackedWeight
 from ktgraph.triton_kernels.unpack import SWEEP, UnpackConfig, unpack
 from ktgraph.weights.encodings import Tile, from_float, to_float
 
@@ -49,14 +49,13 @@ def _error(format: str, group: int, config: UnpackConfig) -> float:
 
 
 def cases() -> list[Case]:
-    formats = (("int8", 0), ("int4", 64), ("int4p", 64))
-    return [case(shape, format, group) for shape in SHAPES for format, group in formats]
+    return [case(shape, format, group) for shape in SHAPES for format, group in GROUPS.items()]
 
 
 def sweep() -> list[Case]:
     return [
         case("V2-236B", format, group, config)
-        for format, group in (("int8", 0), ("int4", 64), ("int4p", 64))
+        for format, group in GROUPS.items()
         for config in SWEEP
     ]
 

@@ -23,7 +23,8 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module
 from ktgraph.ops.sample import COLUMNS
 from ktgraph.runtime.cache import Ints
-from ktgraph.runtime.executor import ExecutionError, Executor
+from ktgraph.runtime.errors import ExecutionError
+from ktgraph.runtime.executor import Executor
 from ktgraph.runtime.gpu.executor import GpuExecutor
 from ktgraph.runtime.gpu.flights import Flight
 from ktgraph.runtime.paged_runner import PagedRunner, Request, Rows, RunnerBusyError

@@ -21,13 +21,21 @@ TILE_FORMATS = {  # what a weight is stored as -> the tile format of the same va
 }
 PACKED_ON_GPU = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")
 ANY_ROWS = ("nn.linear", "nn.swiglu", "moe.grouped_mlp")  # the others take rows as they are
-_GPU_FORMATS = ("int8", "int4", "int4p")  # tile formats that GPU kernels read
+GPU_FORMATS = ("int8", "int4", "int4p", "fp8")  # tile formats that GPU kernels read
 
 
 def gpu_reads_tiles(stored: Encoding) -> bool:
     """Whether GPU kernels read the encoding in tiles; dense ones they take as they are."""
     by_row = stored.name != "int8" or not stored.get("group")
-    return stored.name in _GPU_FORMATS and by_row
+    return stored.name in GPU_FORMATS and by_row
+
+
+def gpu_decodes(encoding: Encoding) -> bool:
+    """Whether GPU kernels read the encoding in tiles, now or once it is packed."""
+    tile = Tile.of(encoding)
+    if tile is None:
+        return gpu_reads_tiles(encoding)
+    return tile.format in GPU_FORMATS and (tile.format != "int8" or not tile.group)
 
 
 def kernel_reads(op_name: str, position: int, stored: Encoding, *, on_cpu: bool) -> bool:
@@ -56,10 +64,12 @@ def is_cpu(device: str) -> bool:
 
 __all__ = [
     "ANY_ROWS",
+    "GPU_FORMATS",
     "PACKED",
     "PACKED_ON_GPU",
     "TILE_FORMATS",
     "device_of",
+    "gpu_decodes",
     "gpu_reads_tiles",
     "is_cpu",
     "kernel_reads",

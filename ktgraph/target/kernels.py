@@ -13,7 +13,8 @@ import numpy as np
 from ktgraph.target.probe import CpuInfo
 
 COLUMNS = 2048
-FORMATS = (("bf16", 0), ("int8", 0), ("int4", 64), ("int4p", 64))  # with columns that share a scale
+# with columns that share a scale
+FORMATS = (("bf16", 0), ("fp8", 128), ("int8", 0), ("int4", 64), ("int4p", 64))
 LEAST, MOST = 64 << 20, 512 << 20  # bytes of weights that a reading goes over
 SECONDS = 0.15  # for each format
 

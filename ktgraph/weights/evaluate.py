@@ -135,8 +135,11 @@ class WeightEvaluator:
         weight, made = self._derived(ref)
         if made is None or not has_rows(weight.type.encoding):
             return has_rows(weight.type.encoding)
-        stored = [a for a in made.args if self.module.weight_of(a).type.dtype != "i32"]
-        return made.kind != "quantize" and all(map(self._is_kept, stored))  # tables aside
+        stored = [a for a in made.args if not self._is_table(a)]
+        return made.kind != "quantize" and all(map(self._is_kept, stored))
+
+    def _is_table(self, ref: WeightRef) -> bool:
+        return self.module.weight_of(ref).type.dtype == "i32"
 
     def _unencoded(self, ref: WeightRef, index: int | None) -> tuple[WeightRef, int | None]:
         """The weight under `pack` and `quantize`, so that it is rounded once, not twice."""
@@ -168,6 +171,10 @@ class WeightEvaluator:
             )
         return _Reader(source.rows, lambda columns: stored_row_nbytes(encoding, columns))
 
+    def _reader_of(self, ref: WeightRef, reader: _Reader) -> _Reader:
+        """For a recipe's argument: a table of slots has no rows in an encoding."""
+        return self._values(_as_it_is) if self._is_table(ref) else reader
+
     # -- values ---------------------------------------------------------------------------------
     def shape(self, ref: WeightRef) -> list[int]:
         """Sizes of a weight at the bindings."""
@@ -187,7 +194,7 @@ class WeightEvaluator:
             value = reader.get(source_name(weight, index), None)
         else:
             refs = [self._argument(weight, arg, index) for arg in made.args]
-            tensors = [self._value(r, i, reader) for r, i in refs]
+            tensors = [self._value(r, i, self._reader_of(r, reader)) for r, i in refs]
             value = self._apply(made, tensors, reader, self._member(weight, index))
         return self._checked(weight, index, value, self._read_shape(ref, reader))
 
@@ -214,7 +221,7 @@ class WeightEvaluator:
         if made.kind == "stack":
             return self._value(*refs[entry], reader)
         if made.kind == "resident":
-            table = self._value(*refs[1], reader)
+            table = self._value(*refs[1], self._reader_of(refs[1][0], reader))
             return self._entry(*refs[0], expert_of_slot(table, entry), reader)
         member = self._member(weight, index)
         if not recipe_def(made.kind).by_entry(self._attrs(made, member), weight.type.rank):

@@ -6,12 +6,12 @@ from tile_weights import FORMATS, packed
 
 from ktgraph.ops import op_def
 from ktgraph.triton_kernels.linear_packed import (
-    MOST_DIRECT,
     TileConfig,
     linear_packed,
     product_of_tiles,
     swiglu_packed,
 )
+from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 
 BOUND = 2e-5  # bf16 results: 2^-9 relative each, and bf16 weights where the matrix units run

@@ -13,8 +13,11 @@ from quantized_checkpoints import CASES, make
 
 import ktgraph as kt
 from ktgraph.frontends.hf import trace_hf_full
+from ktgraph.frontends.hf_build import load_config
 from ktgraph.model_input import read_model
 from ktgraph.passes.pipelines import PIPELINES
+from ktgraph.runtime.plan import Plan
+from ktgraph.runtime.weight_views import weight_views
 from ktgraph.stages import Lowered, Traced
 from ktgraph.weights.encodings import Tile, to_float
 from ktgraph.weights.evaluate import WeightEvaluator
@@ -50,6 +53,14 @@ def traced(folder: Path) -> Traced:
 
 def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+def test_a_config_alone_says_the_same(made: Made) -> None:
+    """What is planned from config.json is the graph of the files, every encoding included."""
+    config = load_config(made.folder)
+    module = trace_hf_full(config, torch.float32, witnesses=False).module
+    assert CASES[made.name].encoding in str(module)
+    assert str(module) == str(made.traced.ir)
 
 
 def test_values_are_those_of_the_definition(made: Made) -> None:
@@ -134,7 +145,7 @@ def test_a_policy_may_round_what_is_stored(made: Made) -> None:
 
 
 ON_GPU = {  # whether kernels of a GPU compute from the experts' encoding
-    "fp8": False,
+    "fp8": True,
     "compressed-tensors": True,
     "mxfp4": False,
 }
@@ -158,3 +169,49 @@ def test_beside_a_gpu(made: Made, where: str, tmp_path: Path) -> None:
     ids = torch.randint(0, 96, (2, 19), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert nmse(lowered.compile()(ids), made.model(ids).logits) < 1e-10
+
+
+def test_halves_of_a_quantized_kv_b_take_no_bytes_on_a_gpu(made: Made) -> None:
+    if made.name != "fp8":
+        return
+    lowered = made.traced.lower(kt.hybrid(gpu="simulated"), context=64)
+    plan = Plan.build(lowered.module)
+    views = weight_views(lowered.module, list(plan.uses()))
+    assert {v.base for v in views.values()} == {
+        f"layers[{i}].kv_b_proj.dq:stored@cuda:0" for i in (0, 1)
+    }
+    assert len(views) == 4
+    (notes,) = (r.notes for r in lowered.passes.records if r.name == "dequantize")
+    assert [n.rpartition(": ")[2] for n in notes] == ["@layers[0].kv_b_proj, @layers[1].kv_b_proj"]
+
+
+HOT_AND_STREAMED = """\
+- match: {class: moe.grouped_mlp}
+  replace: {device: stream}
+  phase: prefill
+- match: {class: moe.grouped_mlp}
+  replace: {device: hot, experts: 2}
+"""
+
+
+def test_fp8_experts_move_between_host_and_gpu_as_they_are(made: Made, tmp_path: Path) -> None:
+    """Streamed for the prompt, beside hot ones in decode: the same tiles everywhere."""
+    if made.name != "fp8":
+        return
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(HOT_AND_STREAMED)
+    lowered = made.traced.lower(
+        kt.hybrid(gpu="simulated"), context=64, activations="f32", rules=str(rules)
+    )
+    assert not [n for n in lowered.module.weights if "experts" in n and n.endswith(".dq")]
+    compiled = lowered.compile()
+    tiles = [u for u in compiled.runner.plan.uses() if "experts" in u.key and u.form == "tile"]
+    assert {u.tile.format for u in tiles} == {"fp8"}
+    on_host = [u.key for u in tiles if u.device == "cpu"]
+    assert len(on_host) == 2  # the copy reads what the CPU's kernel does
+    ids = torch.randint(0, 96, (1, 19), generator=torch.Generator().manual_seed(3))
+    found = compiled.generate(ids[0].tolist(), max_new_tokens=4)
+    with torch.no_grad():
+        assert nmse(compiled(ids), made.model(ids).logits) < 1e-10
+        text = torch.cat([ids[0], torch.tensor(found)])
+        assert made.model(text[None, :-1]).logits[0, 18:].argmax(-1).tolist() == found

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ir.types import TensorType
 from ktgraph.ops.sample import most_needed, seen_words
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
-from ktgraph.runtime.cache import CacheShape, InPlaceState, Ints, window_of
-from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
+from ktgraph.runtime.cache import CacheShape, InPlaceState, Ints
+from ktgraph.runtime.errors import ExecutionError
+from ktgraph.runtime.executor import TraceEvent, logits_as_f32
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
 from ktgraph.runtime.gpu.device import GpuDevice, Step
@@ -29,8 +30,8 @@ from ktgraph.runtime.gpu.phase import BoundPhase
 from ktgraph.runtime.gpu.residency import Residency
 from ktgraph.runtime.gpu.seen import SeenTokens
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
-from ktgraph.runtime.native import Addresses, native_state
-from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
+from ktgraph.runtime.native_binding import NativeBinding, start_engine
+from ktgraph.runtime.operands import TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, op_line, takes_batch
 from ktgraph.runtime.router_counts import RouterCounts, is_route
@@ -76,6 +77,7 @@ class GpuExecutor:
         self.residency = Residency(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if has_native else None
+        self.binding = NativeBinding(self.engine, self.arenas["cpu"], weights, self.states, shape)
         self.mailboxes = Mailboxes(
             device, self.engine, sum(len(p.boxes) for p in self.parts.values())
         )
@@ -141,7 +143,15 @@ class GpuExecutor:
         with self._guarded():
             upload = self._inputs.set(ids, step)
             self.mailboxes.set_sizes(step.tokens, step.rows)
-            return self._phases[phase].run(step, upload)
+            self._enter_experts()
+            found = self._phases[phase].run(step, upload)
+            self.residency.called()
+            return found
+
+    def _enter_experts(self) -> None:
+        """In front of a call: experts whose copies are done get their slots."""
+        if self.residency.changes:
+            self.device.run(self.residency.due())
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
@@ -160,8 +170,12 @@ class GpuExecutor:
 
     # -- steps that choose tokens -----------------------------------------------------------------
     def can_overlap(self, phase: str) -> bool:
-        """Whether a step may be started while another runs: the host has no part in it."""
-        return self.parts[phase].can_capture and self.counts is None
+        """Whether a step may be started while another runs.
+
+        The host has no part in it, counts no choices of routers, and moves no experts.
+        """
+        alone = self.counts is not None or bool(self.residency.changes)
+        return self.parts[phase].can_capture and not alone
 
     @cached_property
     def seen(self) -> SeenTokens:
@@ -191,6 +205,7 @@ class GpuExecutor:
             uploads = [self._inputs.set(ids, step, how)]
             uploads += [] if seen is None else [self.seen.set(seen)]
             self.mailboxes.set_sizes(step.tokens, step.rows)
+            self._enter_experts()
             flight = self._flights.begin(phase, step.tokens, step.rows)
             self._phases[phase].start(step, uploads, most_needed(how), seen is not None)
             self.device.run([self.device.copy(self._inputs.ids[: step.rows], flight.where)])
@@ -214,6 +229,7 @@ class GpuExecutor:
             with self._guarded():
                 self._phases[flight.phase].land(flight.end)
                 self._flights.landed(flight)
+                self.residency.called()
         assert flight.tokens is not None
         return flight.tokens
 
@@ -223,18 +239,25 @@ class GpuExecutor:
             self.land(flight)
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
-        """Give a layer's slots to these experts; nothing is captured again.
+        """Give a layer's slots to these experts from the second call on; nothing is captured again.
 
-        Raises UnsupportedInputError for experts that are not there, given twice or too many.
+        Their bytes are copied behind the first.  Raises UnsupportedInputError for experts that are
+        not there, given twice or too many.
         """
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:
             self._recover()
         self.settle()
-        self.device.run(self.residency.change(layer, experts))
+        self.residency.change(layer, experts)
+
+    def settle_residency(self) -> None:
+        """Wait until every change of slots is done."""
+        if not self.residency.changes:
+            return
+        self.residency.settle()
         if not self.device.finish(lambda: None, phases.PATIENCE):
-            raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
+            raise ExecutionError("copies of hot experts did not end in time")
 
     def count_experts(self, on: bool) -> RouterCounts | None:
         """Count which experts are chosen in the calls to come, or no longer.
@@ -257,8 +280,10 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
-        with suppress(ExecutionError):  # of a step whose tokens nobody waits for
-            self.settle()
+        if not self._is_closed:
+            with suppress(ExecutionError):  # of a step whose tokens nobody waits for
+                self.settle()
+            self.settle_residency()  # memory must not be given back below a copy
         self._is_closed = True
         self.mailboxes.close()
 
@@ -267,6 +292,7 @@ class GpuExecutor:
         self._flights.lose_all()
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
+        self.residency.restart()
         self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------
@@ -313,26 +339,6 @@ class GpuExecutor:
             source = _as_shaped(self._arguments[phase.name][slot.name], view, bound)
             steps.append(self.device.copy(source, target))
         return steps
-
-    def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
-        """The cache that a state argument of the phase stands for."""
-        return self.states[argument_slots(phase)[1].index(use.argument)]
-
-    def addresses(self, phase: PhasePlan) -> Addresses:
-        """Where the operands of the phase's native instructions lie."""
-        base = self.arenas["cpu"].data_ptr()
-        return Addresses(
-            lambda root: base + phase.arena.offset(root),
-            self.weights.native,
-            lambda use: self._native_state(phase, use),
-        )
-
-    def _native_state(self, phase: PhasePlan, use: StateUse) -> Any:
-        type = use.slot.type
-        assert isinstance(type, StateType)
-        parts = self.state(phase, use).parts
-        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
-        return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
 
 def _as_shaped(staged: torch.Tensor, view: View, sizes: dict[str, int]) -> torch.Tensor:

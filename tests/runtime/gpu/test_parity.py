@@ -23,7 +23,9 @@ def test_prefill_chunk_decode(model: str, experts: str) -> None:
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-@pytest.mark.parametrize(("model", "quantize"), [("mla", "int8"), ("gqa", "int4(group=32)")])
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("mla", "int8"), ("gqa", "int4(group=32)"), ("mla", "fp8")]
+)
 def test_quantized_experts(model: str, experts: str, quantize: str) -> None:
     check_quantized(model, experts, quantize)
 

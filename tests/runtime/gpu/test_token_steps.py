@@ -12,7 +12,7 @@ from lowered_models import MODELS, prompts
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.generate import Decoder, Endings, Generation, Limits
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
 from ktgraph.runtime.gpu.executor import GpuExecutor
