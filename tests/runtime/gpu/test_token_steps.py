@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hybrid_models import OPTIONS, bind, place
+from hybrid_models import HOT, OPTIONS, bind, place
 from lowered_models import MODELS, prompts
 
 from ktgraph.errors import UnsupportedInputError
@@ -202,6 +202,20 @@ def generated_beside(runner: Runner, text: Sequence[int], sampling: Sampling) ->
     found, events = Decoder(runner, limits(runner), None).start([text], [sampling], Endings(4))
     list(events)
     return found.ids[0]
+
+
+def test_experts_that_move_while_a_text_streams() -> None:
+    """Changes begin between two pieces; no step is started ahead of one."""
+    made = make("mla", HOT)
+    want = generated(made, on_host=True).ids
+    found, events = Decoder(made, limits(made), None).start(TEXTS, EACH, Endings(8))
+    for n, _ in enumerate(events):
+        if n in (3, 4, 9):
+            made.set_residency(1, [n % 4, 5])
+    assert found.ids == want
+    made.settle_residency()
+    assert made.residency[1] == [1, 5]
+    made.executor.close()
 
 
 def test_leaving_a_stream_early_drops_what_was_started(
