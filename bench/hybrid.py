@@ -6,7 +6,8 @@
 
 Weights are synthetic: one random matrix per shape and encoding, physically copied to every place
 that wants one, so bytes lie in memory as in the real model and their values mean nothing.  Tokens
-are random, and routers choose by what comes of them.  The floor of a decode step is, over layers,
+are random, and routers choose by what comes of them.  `decode` gives logits to the host, `generate`
+chooses tokens on the GPU, one step ahead.  The floor of a decode step is, over layers,
 attention and router at HBM bandwidth, the hand-over (10 µs), and the longer of what the
 GPU computes beside the CPU (the shared expert, hot experts) and the CPU's chosen experts' bytes at
 DRAM bandwidth; then the head.  Where experts are deferred, only those that are waited for count so,
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ import torch
 from synthetic_models import MODELS, CopiedWeights
 
 from ktgraph.analysis import cost_analysis
+from ktgraph.generate import Decoder, Endings, Limits
 from ktgraph.ir.parser import parse_module
 from ktgraph.measured import timeline_events
 from ktgraph.pass_api import CompileOptions, PassContext
@@ -41,6 +44,7 @@ from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.runner import Runner, gpu_device
+from ktgraph.sampling import Sampling
 from ktgraph.target import load_target
 from ktgraph.timeline import lanes_html
 
@@ -48,6 +52,10 @@ PREPARED = Path("build/bench-hybrid")
 RESULTS = Path("bench/results/hybrid.jsonl")
 TARGET = "h200+xeon-amx"
 WARM, STEPS = 8, 48
+DRAWN = {
+    "drawn": Sampling(temperature=3.0, seed=1),
+    "top-k, top-p": Sampling(temperature=3.0, top_k=50, top_p=0.95, seed=1),
+}
 HANDOVER = 10e-6  # seconds a layer: bench/handover.py reads 9 to 14
 
 _ON_CPU = "- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n"
@@ -239,6 +247,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     before = reader.read(threads) if reader else 0.0
     prefill = prefill_seconds(runner, cell.prompt)
     decode = decode_seconds(runner, cell.context)
+    generate = {name: generate_seconds(runner, cell.context, how) for name, how in DRAWN.items()}
     after = reader.read(threads) if reader else 0.0
     if with_profile:
         print(profile(runner, cell.context, cell.prompt), flush=True)
@@ -262,6 +271,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "decode_best_ms": min(decode) * 1e3,
         "floor_ms": floor * 1e3,
         "of_floor": floor / median,
+        "generate_ms": {name: seconds * 1e3 for name, seconds in generate.items()},
         "prefill_tokens": cell.prompt,
         "prefill_tok_s": cell.prompt / statistics.median(prefill),
         "prefill_s": prefill,
@@ -361,6 +371,21 @@ def decode_seconds(runner: Runner, context: int) -> list[float]:
     return found[WARM:]
 
 
+def generate_seconds(runner: Runner, context: int, how: Sampling) -> float:
+    """Median seconds between two tokens of a text, which the GPU chooses one step ahead.
+
+    Drawn hot, so that tokens and thus experts are as different as those of `decode_seconds`.
+    """
+    limits = Limits(
+        runner.max_tokens, runner.max_batch, runner.context, runner.cache_rows, runner.page_size,
+        runner.vocabulary,
+    )  # fmt: skip
+    prompt, endings = _tokens(runner, context), Endings(WARM + STEPS)
+    _, events = Decoder(runner, limits, None).start([prompt], [how], endings)
+    times = [time.perf_counter() for _ in events]
+    return statistics.median(b - a for a, b in pairwise(times[WARM:]))
+
+
 # -- results --------------------------------------------------------------------------------------
 def finished() -> dict[str, dict[str, Any]]:
     if not RESULTS.is_file():
@@ -371,17 +396,19 @@ def finished() -> dict[str, dict[str, Any]]:
 
 def table() -> str:
     lines = [
-        "| cell | decode tok/s | ms | floor ms | of floor | prefill tok/s | GPU GiB "
+        "| cell | decode tok/s | ms | generate ms | floor ms | of floor | prefill tok/s | GPU GiB "
         "| DRAM GB/s | HBM TB/s | hot |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in finished().values():
         dram = ", ".join(f"{x / 1e9:.0f}" for x in r["dram"])
         hot = r.get("hot")
         shown = f"{hot['slots']:.0f}: {hot['share']:.0%}" if hot else "-"
+        steps = ", ".join(f"{k} {v:.2f}" for k, v in r.get("generate_ms", {}).items())
         lines.append(
-            f"| {r['cell']} | {r['decode_tok_s']:.1f} | {r['decode_ms']:.2f} | {r['floor_ms']:.2f} "
-            f"| {r['of_floor']:.0%} | {r['prefill_tok_s']:.0f} ({r['prefill_tokens']}) "
+            f"| {r['cell']} | {r['decode_tok_s']:.1f} | {r['decode_ms']:.2f} | {steps} "
+            f"| {r['floor_ms']:.2f} | {r['of_floor']:.0%} "
+            f"| {r['prefill_tok_s']:.0f} ({r['prefill_tokens']}) "
             f"| {r['gpu_bytes'] / 2**30:.1f} | {dram} | {r['hbm'] / 1e12:.2f} | {shown} |"
         )
     return "\n".join(lines)

@@ -151,7 +151,7 @@ class Compiled:
             part of them.
         max_new_tokens: None goes on to the end token or until the context is full.
         temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`; 0 is greedy.
-        seed: makes draws repeatable; a prompt's draws do not depend on the others of its batch.
+        seed: makes draws repeatable, whatever else is in the batch and wherever the model runs.
         stop: texts that end a sequence.
         eos: end token ids (default: those of the model's generation_config.json); () for none.
         stream: yield pieces as they come: text that never splits a character nor shows a part of a

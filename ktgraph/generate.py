@@ -2,11 +2,11 @@
 
 A step runs one token of every sequence that is past its prompt, then fills the call with pieces of
 prompts that are not.  A sequence that ends leaves the batch and makes room for the next prompt.
+`ktgraph/stepping.py` runs the steps.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ktgraph.errors import ContextLimitError, UnsupportedInputError, is_whole
 from ktgraph.sampling import Sampler, Sampling
+from ktgraph.stepping import Batch, Steps
 from ktgraph.tokenizer import TextPieces, Tokenizer
 
 Finish = Literal["eos", "stop", "length", "context", "interrupted"]
@@ -232,9 +233,17 @@ class _Job:
     def in_prompt(self) -> bool:
         return not self.continuation.ids
 
-    def take(self, logits: Tensor) -> Event:
-        """Choose the next token; ends the job when it is the last."""
-        token = self.sampler.choose(logits)
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it ends with its next token, whatever that is."""
+        return len(self.continuation.ids) + 1 >= self.room
+
+    @property
+    def has_ended(self) -> bool:
+        return self.continuation.finish is not None
+
+    def take(self, token: int) -> Event:
+        """Add the next token; ends the job when it is the last."""
         if token in self.endings.eos:
             return Event(self.index, None, self._end("eos"))
         self.continuation.ids.append(token)
@@ -332,14 +341,17 @@ class Decoder:
         return room if wanted is None else wanted
 
     def _run(self, jobs: list[_Job], timing: Timing) -> Generator[Event]:
-        waiting, active = list(jobs), list[_Job]()
+        waiting, active, steps = list(jobs), list[_Job](), Steps[_Job](self.runner)
         try:
             while waiting or active:
                 self._admit(waiting, active)
-                yield from self._step(active, timing)
-                self._release([j for j in active if j.continuation.finish], active)
+                yield from self._step(steps, active, timing)
+                self._release([j for j in active if j.has_ended], active)
         finally:
-            self._release(list(active), active)
+            try:
+                steps.drop()
+            finally:
+                self._release(list(active), active)
             for job in jobs:
                 job.interrupt()
 
@@ -358,22 +370,22 @@ class Decoder:
     def _pages(self, job: _Job) -> int:
         return self.limits.pages(len(job.continuation.prompt) + job.room - 1)
 
-    def _step(self, active: list[_Job], timing: Timing) -> Iterator[Event]:
-        batch = self._batch(active)
-        began = time.perf_counter()
-        logits = self.runner.forward([(_seq(j), tokens) for j, tokens in batch], logits="last")
-        taken = time.perf_counter() - began
+    def _step(self, steps: Steps[_Job], active: list[_Job], timing: Timing) -> Iterator[Event]:
+        batch = steps.ahead() or self._batch(active)
         prefill = any(job.in_prompt for job, _ in batch)
-        timing.add(sum(len(tokens) for _, tokens in batch), taken, prefill=prefill)
-        for (job, tokens), row in zip(batch, logits, strict=True):
+        found, seconds = steps.run(batch, is_all=len(batch) == len(active))
+        timing.add(sum(len(tokens) for _, tokens in batch), seconds, prefill=prefill)
+        events: list[Event] = []
+        for (job, tokens), token in zip(batch, found, strict=True):
             del job.pending[: len(tokens)]
-            if not job.pending:
-                yield job.take(row)
+            if token is not None:
+                events.append(job.take(token))
+        yield from events
 
-    def _batch(self, active: list[_Job]) -> list[tuple[_Job, list[int]]]:
+    def _batch(self, active: list[_Job]) -> Batch[_Job]:
         """Each job's next tokens: those past their prompts first, then pieces of prompts."""
         budget = self.limits.max_tokens
-        batch: list[tuple[_Job, list[int]]] = []
+        batch: Batch[_Job] = []
         for job in sorted(active, key=lambda j: j.in_prompt):
             tokens = job.pending[:budget]
             if tokens:
@@ -386,11 +398,6 @@ class Decoder:
             active.remove(job)
             if job.seq is not None and not job.stays_open:
                 self.runner.close(job.seq)
-
-
-def _seq(job: _Job) -> int:
-    assert job.seq is not None
-    return job.seq
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
 """From a row of logits to the next token, in transformers' order of steps.
 
 repetition penalty -> temperature -> top-k -> top-p -> min-p -> draw.  Temperature 0 is greedy: the
-penalty still applies, the filters cannot change the largest logit.
+penalty still applies, the filters cannot change the largest logit.  It is the op `sample.tokens`,
+on the host as on a GPU (`ktgraph/ops/sample.py`).
 """
 
 from __future__ import annotations
 
-import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ktgraph.errors import UnsupportedInputError, is_whole
-
-_NEVER = -math.inf
+from ktgraph.ops.sample import POSITION, choose, mark, penalized, seen_words, settings
+from ktgraph.runtime.window_pages import Ints
 
 
 @dataclass(frozen=True)
@@ -54,73 +55,45 @@ class Sampling:
 class Sampler:
     """Chooses the tokens of one sequence.
 
-    It has a generator of its own, so what is drawn does not depend on the rest of the batch.
+    What is drawn depends on the seed, the number of tokens before and the logits: not on the rest
+    of the batch, nor on where it is drawn (`ktgraph/ops/sample.py`).
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, prompt: Sequence[int]) -> None:
         self.sampling = sampling
-        self._seen = torch.zeros(vocabulary, dtype=torch.bool)
-        self._seen[torch.tensor(list(prompt), dtype=torch.long)] = True
-        self._rng = torch.Generator()
-        if sampling.seed is None:
-            self._rng.seed()
-        else:
-            self._rng.manual_seed(sampling.seed)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self._settings = settings(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed, len(prompt),
+            sampling.repetition_penalty,
+        )  # fmt: skip
+        self.seen: Ints | None = None  # bits of the tokens that a penalty is for
+        if sampling.repetition_penalty != 1:
+            self.seen = np.zeros(seen_words(vocabulary), np.int32)
+            mark(self.seen, prompt)
+
+    def settings(self, ahead: int = 0) -> Ints:
+        """The row of `sample.tokens` for the next token, or the one `ahead` of that."""
+        if not ahead:
+            return self._settings
+        row = self._settings.copy()
+        row[POSITION] += ahead
+        return row
 
     def choose(self, logits: Tensor) -> int:
-        """The next token, given f32[VOC]; it counts as seen from then on."""
-        scores = penalize(logits, self._seen, self.sampling.repetition_penalty)
+        """The next token, given f32[VOC]; counts it as taken."""
         # numpy: torch's argmax of a large vocabulary wakes OpenMP threads that spin for a while
-        token = int(scores.numpy().argmax()) if self.sampling.is_greedy else self._draw(scores)
-        self._seen[token] = True
+        scores = logits.numpy()
+        if self.seen is not None:
+            scores = penalized(scores, self._settings, self.seen)
+        token = choose(scores, self._settings)
+        self.take(token)
         return token
 
-    def _draw(self, scores: Tensor) -> int:
-        """Inverts the cumulative distribution at one uniform draw."""
-        steps = filtered(scores, self.sampling).double().softmax(-1).cumsum(-1)
-        point = torch.rand(1, generator=self._rng, dtype=torch.float64) * steps[-1]
-        return min(int(torch.searchsorted(steps, point, right=True)), steps.numel() - 1)
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits[VOC], those of `seen` tokens (bool[VOC]) moved down (arXiv 1909.05858, sec. 4.1)."""
-    if penalty == 1.0:
-        return logits
-    moved = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, moved, logits)
-
-
-def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits[VOC] scaled by the temperature, with the tokens that are never drawn at -inf."""
-    scores = logits / sampling.temperature
-    scores = keep_top_k(scores, sampling.top_k)
-    scores = keep_top_p(scores, sampling.top_p)
-    return keep_min_p(scores, sampling.min_p)
-
-
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """The k largest, and what ties with the last of them."""
-    if k == 0 or k >= scores.numel():
-        return scores
-    return scores.masked_fill(scores < scores.topk(k).values[-1], _NEVER)
-
-
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """The fewest most likely tokens whose probability sums to p or more (arXiv 1904.09751)."""
-    if p == 1.0:
-        return scores
-    ordered, places = scores.sort()
-    dropped = ordered.softmax(-1).cumsum(-1) <= 1 - p
-    dropped[-1] = False
-    return scores.masked_fill(torch.zeros_like(dropped).scatter(0, places, dropped), _NEVER)
-
-
-def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Tokens at least p times as likely as the likeliest (arXiv 2407.01082)."""
-    if p == 0.0:
-        return scores
-    odds = scores.softmax(-1)
-    return scores.masked_fill(odds < p * odds.max(), _NEVER)
+    def take(self, token: int) -> None:
+        """Count a token that was chosen elsewhere: the next one stands behind it."""
+        self._settings[POSITION] += 1
+        if self.seen is not None:
+            mark(self.seen, [token])
 
 
 def _is_number(value: object) -> bool:

@@ -115,9 +115,9 @@ class Interrupter:
 
     def __init__(self, executor: Any) -> None:
         self.calls_left = -1
-        self._call = executor.call
-        executor.call = self._counted
+        executor.call = self._counted(executor.call)
         if isinstance(executor, GpuExecutor):
+            executor.land = self._counted(executor.land)
             self._is_done = executor.device.is_done
             self._finish = executor.device.finish
             executor.device.finish = self._interrupted
@@ -137,21 +137,26 @@ class Interrupter:
         self.calls_left = -1
         return True
 
-    def _counted(self, *given: Any) -> Any:
-        if self.calls_left > 0:
-            self.calls_left -= 1
-            return self._call(*given)
-        found = self._call(*given)
-        if self._is_due():  # a CPU's executor: all its work is done, and nobody gets the result
-            raise KeyboardInterrupt
-        return found
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            if self.calls_left > 0:
+                self.calls_left -= 1
+                return call(*given)
+            found = call(*given)
+            if self._is_due():  # a CPU's executor, or a step that the GPU ended long ago
+                raise KeyboardInterrupt
+            return found
 
-    def _interrupted(self, look: Callable[[], object], patience: float) -> bool:
+        return counted
+
+    def _interrupted(
+        self, look: Callable[[], object], patience: float, mark: object = None
+    ) -> bool:
         """While a GPU is in the middle of the call."""
         if self._is_due():
-            self._is_done()  # a simulated GPU works until the first answer of the CPU is missing
+            self._is_done(mark)  # a simulated GPU works until the first answer is missing
             raise KeyboardInterrupt
-        return self._finish(look, patience)
+        return self._finish(look, patience, mark)
 
 
 # -- jobs -----------------------------------------------------------------------------------------
@@ -169,8 +174,8 @@ class Soak:
     def job(self) -> None:
         """One random job; raises SoakError."""
         self._move()
-        kinds = [self.batch, self.closed_early, self.interrupted, self.truncated]
-        kind = self.rng.choices(kinds, weights=(4, 2, 2, 3))[0]
+        kinds = [self.batch, self.closed_early, self.interrupted, self.truncated, self.drawn]
+        kind = self.rng.choices(kinds, weights=(4, 2, 2, 3, 1))[0]
         kind()
         self.jobs[kind.__name__] += 1
         sequences = self.exe.runner.sequences
@@ -189,6 +194,16 @@ class Soak:
         chosen, count = self._choose()
         self.exe.generate([r.prompt for r in chosen], count, eos=())
         self._compare(chosen, count)
+
+    def drawn(self) -> None:
+        """Seeded draws, twice; an end token, met or not."""
+        chosen, count = self._choose()
+        how: dict[str, Any] = {"temperature": self.rng.choice([0.7, 1.5]), "seed": 5, "eos": 7}
+        if self.rng.random() < 0.5:
+            how |= {"top_k": 40, "top_p": 0.9}
+        first, again = (self.exe.generate([r.prompt for r in chosen], count, **how) for _ in "12")
+        for one, other in zip(first, again, strict=True):
+            self._same(other, one, "drawn again with the same seed")
 
     def closed_early(self) -> None:
         """A generator that is left after some pieces."""

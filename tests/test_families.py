@@ -18,9 +18,11 @@ import ktgraph as kt
 from ktgraph.drive import one_thread
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.hf import trace_hf_full
+from ktgraph.generate import Decoder, Endings
 from ktgraph.ir import parse_module
 from ktgraph.model_input import read_model
 from ktgraph.runtime.runner import Runner
+from ktgraph.sampling import Sampler, Sampling
 
 OPTIONS = families.OPTIONS
 LENGTHS = (1, 5, 33, 17, 2)
@@ -130,8 +132,41 @@ def test_logits_on_the_simulated_gpu(made: Made) -> None:
     assert exe.runner.plan.uses_gpu
     try:
         check(exe, made.model, 14)
+        if exe.runner.shape.windows:
+            check_steps_ahead(exe)
     finally:
         exe.runner.executor.close()
+
+
+def check_steps_ahead(exe: kt.Compiled) -> None:
+    """Texts drawn beyond the window, one step ahead; one ends early and goes on later."""
+    texts, how = prompts(7, 12, 3), Sampling(temperature=1.0, top_p=0.9, seed=2)
+    want = [drawn(exe.runner, text, how, 16) for text in texts]
+    given = {"temperature": 1.0, "top_p": 0.9, "seed": 2}
+    assert exe.generate(texts, 16, eos=(), **given) == want
+    end = max(n for n in range(12) if want[1][n] not in want[1][:n])
+    decoder = Decoder(exe.runner, exe.limits, None)
+    seq = exe.runner.open()
+    first, events = decoder.resume(seq, texts[1], how, Endings(16, frozenset({want[1][end]})))
+    list(events)
+    assert first.ids == [want[1][:end]]
+    again = [*texts[1], *want[1][: end + 1]]
+    second, events = decoder.resume(seq, again, how, Endings(16 - end - 1))
+    list(events)
+    exe.runner.close(seq)
+    assert second.ids == [want[1][end + 1 :]]
+    windows = exe.runner.sequences.windows.values()
+    assert all(w.pool.free == w.pool.pages for w in windows)
+
+
+def drawn(runner: Runner, text: list[int], how: Sampling, count: int) -> list[int]:
+    """What the host draws from logits."""
+    sampler, seq, found = Sampler(how, runner.vocabulary, text), runner.open(), list[int]()
+    while len(found) < count:
+        row = runner.forward([(seq, found[-1:] or text)])[0]
+        found.append(sampler.choose(row))
+    runner.close(seq)
+    return found
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """The op table: importing this package declares every op (one file per family)."""
 
-from ktgraph.ops import attn, kv, logits, mla, moe, nn, tensor, torch_call, xfer
+from ktgraph.ops import attn, kv, logits, mla, moe, nn, sample, tensor, torch_call, xfer
 from ktgraph.ops.registry import (
     KernelDef,
     OpDef,
@@ -39,6 +39,7 @@ __all__ = [
     "op",
     "op_def",
     "register_kernel",
+    "sample",
     "tensor",
     "torch_call",
     "xfer",

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ktgraph.ir.parser import parse_dim
 from ktgraph.ops.registry import OpDef
+from ktgraph.ops.sample import settings
 from ktgraph.ops.signature import Param, StatePattern, TensorPattern
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.batch import Batch
@@ -97,6 +99,8 @@ def _operand(
         return _ids(param.pattern, sizes, rng)
     if param.name == "slots":
         return _slots(sizes["E"], rng)
+    if param.name == "how":
+        return _how(sizes["O"], rng)
     shape = _shape(param.pattern, sizes)
     wanted = dtype if param.pattern.dtype in ("f", "any") else torch_dtype(param.pattern.dtype)
     fan_in = shape[-1] if len(shape) > 1 and not param.pattern.dims[0].startswith("...") else 1
@@ -119,6 +123,14 @@ def _slots(experts: int, rng: torch.Generator) -> torch.Tensor:
     hot = torch.randperm(experts, generator=rng)[: experts // 2]
     slots[hot] = torch.arange(len(hot), dtype=torch.int32)
     return slots
+
+
+def _how(rows: int, rng: torch.Generator) -> torch.Tensor:
+    """Settings of `sample.tokens`: a filtered row, a drawn one, a greedy one, and so on."""
+    seeds = [int(s) for s in torch.randint(1 << 31, (rows,), generator=rng)]
+    kinds = [(0.7, 20, 0.9, 0.01), (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
+    made = [settings(*kinds[n % 3], seed, n) for n, seed in enumerate(seeds)]
+    return torch.as_tensor(np.stack(made))
 
 
 def _shape(pattern: TensorPattern, sizes: Mapping[str, int]) -> list[int]:

@@ -199,8 +199,16 @@ class CudaDevice(GpuDevice):
         self._pool = graph.pool()
         return graph.replay
 
-    def is_done(self) -> bool:
-        done = self._end.query()
+    def mark(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(self.stream)
+        return mark
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) * 1e-3
+
+    def is_done(self, mark: torch.cuda.Event | None = None) -> bool:
+        done = (mark or self._end).query()
         if not done:
             time.sleep(0)  # lets another thread have this CPU
         return done

@@ -161,13 +161,24 @@ class GpuDevice(ABC):
         """One step that does all of them again whenever it is run."""
 
     @abstractmethod
-    def is_done(self) -> bool:
-        """Whether everything that was started has ended."""
+    def mark(self) -> Any:
+        """A point behind what was started so far, and before what will be."""
 
-    def finish(self, look: Callable[[], object], patience: float) -> bool:
-        """Wait until all is done, calling `look` now and then; False after `patience` seconds."""
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Time between two marks that the GPU has passed."""
+
+    @abstractmethod
+    def is_done(self, mark: Any = None) -> bool:
+        """Whether everything that was started, or all before a mark, has ended."""
+
+    def finish(self, look: Callable[[], object], patience: float, mark: Any = None) -> bool:
+        """Wait until all is done, or all before a mark, calling `look` now and then.
+
+        False after `patience` seconds.
+        """
         end = time.perf_counter() + patience
-        while not self.is_done():
+        while not self.is_done(mark):
             if time.perf_counter() > end:
                 return False
             look()

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
 from ktgraph.ir.types import TensorType
+from ktgraph.ops.sample import most_needed, seen_words
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
-from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.cache import CacheShape, InPlaceState, Ints
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.executor import TraceEvent, logits_as_f32
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
 from ktgraph.runtime.gpu.device import GpuDevice, Step
+from ktgraph.runtime.gpu.flights import Flight, Flights
 from ktgraph.runtime.gpu.inputs import Inputs, Sizes
 from ktgraph.runtime.gpu.mailboxes import Mailboxes
 from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import cut
 from ktgraph.runtime.gpu.phase import BoundPhase
 from ktgraph.runtime.gpu.residency import Residency
+from ktgraph.runtime.gpu.seen import SeenTokens
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
 from ktgraph.runtime.native_binding import NativeBinding, start_engine
 from ktgraph.runtime.operands import TensorRef, WeightUse
@@ -57,6 +62,7 @@ class GpuExecutor:
         self.capture = capture
         self.trace: list[TraceEvent] | None = None
         self.counts: RouterCounts | None = None  # of chosen experts, while they are counted
+        self.samples = False  # whether the GPU chooses tokens itself
         self._is_closed = False
         self._is_under_way = False
         self.arenas = {
@@ -77,6 +83,7 @@ class GpuExecutor:
         )
         width, windows = shape.pages_for(shape.sequence_rows), [w for w, _ in shape.windows]
         self._inputs = Inputs(device, self._most(), width, windows)
+        self._flights = Flights(device, self._most().sequences)
         self._arguments = {p.name: self._staged(p) for p in plan.phases}
         first = 0
         self._phases: dict[str, BoundPhase] = {}
@@ -84,6 +91,7 @@ class GpuExecutor:
             bound = BoundPhase(self, phase, self.parts[phase.name], first)
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
+        self.samples = all(phase.samples for phase in self._phases.values())
         self.mailboxes.start()
 
     def _check_order(self) -> None:
@@ -131,23 +139,104 @@ class GpuExecutor:
         return [r.clone() for r in self._call(phase, [], step)]
 
     def _call(self, phase: str, ids: list[int], step: StepArrays) -> list[torch.Tensor]:
+        self.settle()
+        with self._guarded():
+            upload = self._inputs.set(ids, step)
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            self._enter_experts()
+            found = self._phases[phase].run(step, upload)
+            self.residency.called()
+            return found
+
+    def _enter_experts(self) -> None:
+        """In front of a call: experts whose copies are done get their slots."""
+        if self.residency.changes:
+            self.device.run(self.residency.due())
+
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """After any failure inside, Ctrl-C too, the executor is as new; what runs is lost."""
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
             self._recover()
         self._is_under_way = True
         try:
-            self._inputs.set(ids, step)
-            self.mailboxes.set_sizes(step.tokens, step.rows)
-            if self.residency.changes:
-                self.device.run(self.residency.due())
-            found = self._phases[phase].run(step)
-        except BaseException:  # Ctrl-C too
+            yield
+        except BaseException:
             self._recover()
             raise
-        self.residency.called()
         self._is_under_way = False
-        return found
+
+    # -- steps that choose tokens -----------------------------------------------------------------
+    def can_overlap(self, phase: str) -> bool:
+        """Whether a step may be started while another runs.
+
+        The host has no part in it, counts no choices of routers, and moves no experts.
+        """
+        alone = self.counts is not None or bool(self.residency.changes)
+        return self.parts[phase].can_capture and not alone
+
+    @cached_property
+    def seen(self) -> SeenTokens:
+        """Where the tokens that a penalty is for are marked; made when first needed."""
+        returned = (slot.type for slot in self.plan.phases[0].flat.returns)
+        logits = next(t for t in returned if isinstance(t, TensorType))
+        words = seen_words(logits.dims[-1].at(self.plan.module.dims))
+        return SeenTokens(self.device, self._most().sequences, words)
+
+    def start(
+        self,
+        phase: str,
+        ids: list[int] | None,
+        step: StepArrays,
+        how: Ints,
+        seen: Ints | None = None,
+    ) -> Flight:
+        """Start a call that chooses a token for every row.
+
+        ids: None takes the tokens that the flight before chose, as `goes_on` allows.
+        how: i32[rows, 8].  seen: i32[rows, words] where a row has a penalty (see `sample.tokens`).
+        Raises ExecutionError as `call` does.
+        """
+        if ids is not None:
+            self.settle()
+        with self._guarded():
+            uploads = [self._inputs.set(ids, step, how)]
+            uploads += [] if seen is None else [self.seen.set(seen)]
+            self.mailboxes.set_sizes(step.tokens, step.rows)
+            self._enter_experts()
+            flight = self._flights.begin(phase, step.tokens, step.rows)
+            self._phases[phase].start(step, uploads, most_needed(how), seen is not None)
+            self.device.run([self.device.copy(self._inputs.ids[: step.rows], flight.where)])
+            flight.end = self.device.mark()
+            return flight
+
+    def goes_on(self, flight: Flight) -> bool:
+        """Whether a call of the flight's tokens, one each, may be started now.
+
+        Nothing may have run since, for it reads those tokens where they were left, and mailboxes
+        know the sizes of one call only.
+        """
+        same = flight.taken == flight.rows or not self.mailboxes.boxes
+        return self._flights.under_way == [flight] and same
+
+    def land(self, flight: Flight) -> list[int]:
+        """The tokens of a started call, once it has ended; raises ExecutionError as `call` does."""
+        if flight.lost:
+            raise ExecutionError(f"this step of @{flight.phase} was lost by a failure after it")
+        if flight.tokens is None:
+            with self._guarded():
+                self._phases[flight.phase].land(flight.end)
+                self._flights.landed(flight)
+                self.residency.called()
+        assert flight.tokens is not None
+        return flight.tokens
+
+    def settle(self) -> None:
+        """Let everything that was started end; its tokens are kept for who asks."""
+        for flight in list(self._flights.under_way):
+            self.land(flight)
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
         """Give a layer's slots to these experts from the second call on; nothing is captured again.
@@ -159,6 +248,7 @@ class GpuExecutor:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:
             self._recover()
+        self.settle()
         self.residency.change(layer, experts)
 
     def settle_residency(self) -> None:
@@ -182,6 +272,7 @@ class GpuExecutor:
         ]
         if on and away:
             raise ExecutionError(f"a router on the host is not counted beside a GPU:\n  {away[0]}")
+        self.settle()
         self.counts = RouterCounts(self.plan, self.device.torch_device) if on else None
         for phase in self._phases.values():
             phase.forget_steps()
@@ -190,12 +281,15 @@ class GpuExecutor:
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
         if not self._is_closed:
+            with suppress(ExecutionError):  # of a step whose tokens nobody waits for
+                self.settle()
             self.settle_residency()  # memory must not be given back below a copy
         self._is_closed = True
         self.mailboxes.close()
 
     def _recover(self) -> None:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""
+        self._flights.lose_all()
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
         self.residency.restart()
@@ -233,9 +327,9 @@ class GpuExecutor:
         return {s.name: self.device.host(slot_nbytes(s, most)) for s in slots}
 
     def uploads(self, phase: PhasePlan, sizes: Sizes) -> list[Step]:
-        """Steps that bring a call's inputs to the GPU, from the same places in every call."""
+        """Steps that bring a plain module's arguments to the GPU."""
         bound = {"T": sizes.tokens, "O": sizes.rows}
-        steps: list[Step] = [self._inputs.upload]
+        steps: list[Step] = []
         for slot in argument_slots(phase)[0]:
             if slot.name not in self._arguments[phase.name]:
                 continue

@@ -1,4 +1,7 @@
-"""What a call brings to the GPU, in one block of host memory and one copy: ids and the batch."""
+"""What a call brings to the GPU, in one block of host memory and one copy: ids and the batch.
+
+There are two blocks, used in turn: while a step runs, the next one is described.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from math import prod
 import numpy as np
 import torch
 
+from ktgraph.ops.sample import COLUMNS
 from ktgraph.runtime.cache import Ints
 from ktgraph.runtime.gpu.device import GpuDevice, Step
 from ktgraph.runtime.steps import StepArrays
 from ktgraph.triton_kernels.batch import DeviceBatch
 
 _ALIGN = 64  # bytes between the starts of two arrays are a multiple of this
+BLOCKS = 2  # of host memory
 
 
 @dataclass(frozen=True)
@@ -41,19 +46,25 @@ class Inputs:
             "kv_len": (most.sequences,),
             **{_table(w): (most.sequences, table_width) for w in self.windows},
             "out_rows": (most.rows,),
+            "how": (most.sequences, COLUMNS),
         }
         starts: dict[str, int] = {}
         total = 0
         for name, shape in shapes.items():
             starts[name] = total // 4
             total += -(-4 * prod(shape) // _ALIGN) * _ALIGN
-        self._here = device.host(total).view(torch.int32)
-        self._there = device.empty(total).view(torch.int32)
-        self._there.fill_(0)
-        self._here.fill_(0)
-        self.upload: Step = device.copy(self._here, self._there)
-        self._host = {n: self._part(self._here, starts[n], s).numpy() for n, s in shapes.items()}
-        self._gpu = {n: self._part(self._there, starts[n], s) for n, s in shapes.items()}
+        blocks = [device.host(total).view(torch.int32) for _ in range(BLOCKS)]
+        there = device.empty(total).view(torch.int32)
+        for block in (*blocks, there):
+            block.fill_(0)
+        self._whole: list[Step] = [device.copy(b, there) for b in blocks]
+        rest = starts["tok_seq"]
+        self._but_ids: list[Step] = [device.copy(b[rest:], there[rest:]) for b in blocks]
+        self._host = [
+            {n: self._part(b, starts[n], s).numpy() for n, s in shapes.items()} for b in blocks
+        ]
+        self._gpu = {n: self._part(there, starts[n], s) for n, s in shapes.items()}
+        self._turn = 0
 
     @staticmethod
     def _part(block: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -64,10 +75,21 @@ class Inputs:
         """i32[most tokens] on the GPU."""
         return self._gpu["ids"]
 
-    def set(self, ids: list[int], step: StepArrays) -> None:
-        """Write a call's arrays; nothing that was started may still read them."""
+    @property
+    def how(self) -> torch.Tensor:
+        """i32[most sequences, 8] on the GPU: how the tokens of a call are chosen."""
+        return self._gpu["how"]
+
+    def set(self, ids: list[int] | None, step: StepArrays, how: Ints | None = None) -> Step:
+        """Write a call's arrays; the step that brings them to the GPU.
+
+        ids: None leaves those on the GPU as they are.  Nothing that was started may still read the
+        arrays of the call before the last.
+        """
+        self._turn = (self._turn + 1) % BLOCKS
         t, q = step.tokens, step.sequences
-        self._write("ids", np.asarray(ids, np.int32))
+        if ids is not None:
+            self._write("ids", np.asarray(ids, np.int32))
         self._write("tok_seq", step.tok_seq[:t])
         self._write("tok_pos", step.tok_pos[:t])
         self._write("seq_start", step.seq_start[: q + 1])
@@ -75,9 +97,12 @@ class Inputs:
         for window in self.windows:
             self._write(_table(window), step.table(window)[:q])
         self._write("out_rows", step.out_rows[: step.rows])
+        if how is not None:
+            self._write("how", how)
+        return (self._whole if ids is not None else self._but_ids)[self._turn]
 
     def _write(self, name: str, values: Ints) -> None:
-        self._host[name][: len(values)] = values
+        self._host[self._turn][name][: len(values)] = values
 
     def batches(
         self, sizes: Sizes, page_size: int, max_new: int, max_kv: int
@@ -106,4 +131,4 @@ def _table(window: int) -> str:
     return f"block_table.{window}"
 
 
-__all__ = ["Inputs", "Sizes"]
+__all__ = ["BLOCKS", "Inputs", "Sizes"]

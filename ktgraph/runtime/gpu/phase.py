@@ -19,7 +19,7 @@ import torch
 
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import TensorType
-from ktgraph.ops.registry import op_def
+from ktgraph.ops.registry import kernels_for, op_def
 from ktgraph.runtime.cache import InPlaceState
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.executor import TraceEvent
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Batches = Mapping[int, Any]  # the batch of each window, as the ops of one device take it
 
+SAMPLE = "sample.tokens"
 _KEPT = 64  # sizes of calls whose steps are kept
 PATIENCE = 60.0  # seconds until a step that does not end is given up
 
@@ -89,7 +90,7 @@ class BoundPhase:
         self._stream = WeightStream(
             self.device, phase, executor.weights, executor.buffers, residency
         )
-        self._made: OrderedDict[tuple[Sizes, int, int], list[Made]] = OrderedDict()
+        self._made: OrderedDict[tuple[Sizes, int, int, str, bool], list[Made]] = OrderedDict()
         most = phase.arena.sizes
         self._answers = [
             self.device.host(max(r.numel() * r.element_size(), 1))
@@ -118,12 +119,31 @@ class BoundPhase:
         waits = bool(self.parts.boxes) or bool(self.phase.layouts.streamed)
         return self._is_decode or (self.parts.can_capture and not waits)
 
+    @property
+    def samples(self) -> bool:
+        """Whether the GPU can choose tokens at the end of a call: it has the logits."""
+        home = self.executor.plan.home
+        (logits, *_) = self._results
+        return self.parts.order[-1].kind == "gpu" and logits.view.root.type.device in (None, home)
+
     # -- one call ---------------------------------------------------------------------------------
-    def run(self, step: StepArrays) -> list[torch.Tensor]:
+    def start(self, step: StepArrays, uploads: list[Step], most: str, has_seen: bool) -> None:
+        """Start a call whose tokens are left in place of its ids; waits only where the host works.
+
+        most, has_seen: what the most demanding row needs, and whether one has a repetition penalty.
+        """
+        made = self._steps(step, most, has_seen)
+        self.device.run(uploads)
+        self._run_parts(made, step)
+
+    def land(self, end: Any) -> None:
+        """Wait for a mark behind a started call; raises ExecutionError where it failed."""
+        self._finish(end)
+
+    def run(self, step: StepArrays, upload: Step) -> list[torch.Tensor]:
         """Run a call; the results, in host memory that the next call writes over."""
-        sizes = Sizes(step.tokens, step.rows, step.sequences)
-        max_new, max_kv = self._bounds(step)
-        made = self._steps(sizes, max_new, max_kv)
+        made = self._steps(step)
+        self.device.run([upload])
         if self.executor.trace is None:
             self._run_parts(made, step)
         else:
@@ -193,13 +213,18 @@ class BoundPhase:
         longest = int(step.kv_len[: step.sequences].max())
         return new, -(-longest // 256) * 256
 
-    def _steps(self, sizes: Sizes, max_new: int, max_kv: int) -> list[Made]:
-        key = (sizes, max_new, max_kv)
+    def _steps(self, step: StepArrays, most: str = "", has_seen: bool = False) -> list[Made]:
+        """The steps of a call; `most`: it ends with the choice of tokens."""
+        sizes = Sizes(step.tokens, step.rows, step.sequences)
+        max_new, max_kv = self._bounds(step)
+        key = (sizes, max_new, max_kv, most, has_seen)
         if key not in self._made:
             batches = self.executor.inputs.batches(
                 sizes, self.executor.shape.page_size, max_new, max_kv
             )
             made = [self._made_part(p, sizes, batches) for p in self.parts.order]
+            if most:
+                made[-1].add([self._sampling(sizes, most, has_seen)])
             self._made[key] = made
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
@@ -235,6 +260,20 @@ class BoundPhase:
                 made.add([self.device.fork(begins.pop(item.step))])
         return made
 
+    def _sampling(self, sizes: Sizes, most: str, has_seen: bool) -> Step:
+        """Chooses the token of every row of logits and leaves it where the next call's ids are.
+
+        In a step of one token a sequence, that token was seen too: the host may not know it yet.
+        """
+        inputs, rows = self.executor.inputs, sizes.rows
+        (logits, *_) = self._results_at(sizes.tokens, rows)
+        seen = self.executor.seen.there[:rows] if has_seen else None
+        last = inputs.ids[:rows] if has_seen and sizes.tokens == rows else None
+        kernel = kernels_for(SAMPLE, "cuda")[0]
+        operands, out = [logits, inputs.how[:rows], seen, last], (inputs.ids[:rows],)
+        call = KernelCall(op_def(SAMPLE), kernel, operands, out, {"most": most})
+        return self.device.kernel(call)
+
     def _counting(self, item: Instruction, sizes: Sizes) -> list[Step]:
         """The step behind a router that counts its choices, while they are counted."""
         counts = self.executor.counts
@@ -259,10 +298,11 @@ class BoundPhase:
         made.runs += 1
         self.device.run(made.steps if made.graph is None else [made.graph])
 
-    def _finish(self) -> None:
+    def _finish(self, mark: Any = None) -> None:
         """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
+        given = () if mark is None else (mark,)
         try:
-            ended = self.device.finish(self._check, PATIENCE)
+            ended = self.device.finish(self._check, PATIENCE, *given)
         except ExecutionError:
             raise
         except RuntimeError as error:

@@ -176,9 +176,18 @@ class SimulatedDevice(GpuDevice):
         kept = tuple(steps)
         return lambda: self._queue.extendleft(reversed(kept))
 
-    def is_done(self) -> bool:
-        """Works off the queue up to a step that must wait."""
-        while self._queue:
+    def mark(self) -> list[float]:
+        """It holds the time when it is passed."""
+        passed: list[float] = []
+        self._queue.append(lambda: passed.append(time.perf_counter()))
+        return passed
+
+    def seconds(self, begin: list[float], end: list[float]) -> float:
+        return end[0] - begin[0]
+
+    def is_done(self, mark: list[float] | None = None) -> bool:
+        """Works off the queue, as far as a mark, up to a step that must wait."""
+        while self._queue and not mark:
             step = self._queue.popleft()
             try:
                 is_waiting = step() is False

@@ -349,7 +349,7 @@ def test_a_failed_call_loses_no_change(
     for _ in range(calls):
         assert pair.forward([(seq, [1])]) <= LIMIT
 
-    def failing(self: BoundPhase, step: object) -> None:
+    def failing(self: BoundPhase, *given: object) -> None:
         raise ExecutionError("as if an op had failed")
 
     with monkeypatch.context() as patched:
