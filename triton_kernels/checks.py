@@ -73,7 +73,8 @@ def _case_error(
     operands = list(made.operands)
     given = [_on(o, device) for o in operands]
     for position, gate_up in _packed_operands(definition, kernel).items():
-        given[position], operands[position] = _pack(operands[position], gate_up, device)
+        rows = "int8" if kernel.name.endswith("_int8") else "f32"
+        given[position], operands[position] = _pack(operands[position], gate_up, rows, device)
     wanted = _as_tuple(definition.reference(*operands, **made.attrs))
     out = tuple(
         torch.full_like(w, _poison(w)).to(device) if isinstance(w, torch.Tensor) else None
@@ -87,7 +88,7 @@ def _case_error(
 
 
 def _packed_operands(definition: OpDef, kernel: KernelDef) -> dict[int, bool]:
-    return _PACKED[definition.name] if kernel.name.endswith("_packed") else {}
+    return _PACKED[definition.name] if "_packed" in kernel.name else {}
 
 
 def _on(operand: Any, device: torch.device) -> Any:
@@ -99,14 +100,14 @@ def _on(operand: Any, device: torch.device) -> Any:
 
 
 def _pack(
-    values: torch.Tensor, gate_up: bool, device: torch.device
+    values: torch.Tensor, gate_up: bool, row_form: str, device: torch.device
 ) -> tuple[PackedWeight, torch.Tensor]:
     """The weight in tiles of int4, and the values that its bytes mean."""
     encoding = Tile("int4", 32, gate_up).encoding
     stored = from_float(values.float(), encoding)
     rows, cols = values.shape[-2:]
     count = values.shape[0] if values.dim() == 3 else 1
-    weight = PackedWeight(stored[0].to(device), "int4", rows, cols, count, 32, gate_up)
+    weight = PackedWeight(stored[0].to(device), "int4", rows, cols, count, 32, gate_up, row_form)
     return weight, to_float(stored, values.shape, encoding)
 
 

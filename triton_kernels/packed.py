@@ -26,6 +26,8 @@ class PackedWeight:
     """`count` matrices [rows, cols] in tiles of 16 rows, `data` uint8[count * stride].
 
     gate_up: tiles of the rows/2 gate rows and of the rows/2 up rows alternate.
+    row_form: what rows of x may be rounded to, as the encoding says (`rows=`): f32 (not at all) or
+    int8.
     """
 
     data: torch.Tensor
@@ -35,6 +37,7 @@ class PackedWeight:
     count: int
     group: int
     gate_up: bool
+    row_form: str = "f32"
 
     def __post_init__(self) -> None:
         if self.data.numel() != self.count * self.stride or self.data.dtype != torch.uint8:
@@ -53,6 +56,10 @@ class PackedWeight:
     def stride(self) -> int:
         """Bytes from one matrix of the stack to the next."""
         return self.layout.stride
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels for few tokens round rows of this dtype; int8 weights never ask."""
+        return self.row_form == "int8" and self.format != "int8" and dtype != torch.float32
 
     @property
     def tiles(self) -> int:
@@ -84,10 +91,15 @@ class PackedWeight:
         return self.layout.data_nbytes + self.layout.scale_nbytes - 64 * self.tiles
 
 
-def packed_weights(*positions: int) -> Supports:
-    """A `supports` that wants the operands at these positions in tiles that the GPU decodes."""
+def packed_weights(*positions: int, int8_rows: bool = False) -> Supports:
+    """A `supports` that wants the operands at these positions in tiles that the GPU decodes.
+
+    int8_rows: for the kernel whose name ends in _int8, which rounds the rows that meet at least one
+    of them; the other one rounds none.
+    """
 
     def supports(op: Op, module: Module) -> bool | Refusal:
+        tiles: list[Tile] = []
         for position in positions:
             found = op.operand(position)
             assert found is not None
@@ -96,6 +108,11 @@ def packed_weights(*positions: int) -> Supports:
             if tile is None or not _decodes(tile):
                 names = ", ".join(f"tile.{f}" for f in FORMATS)
                 return no(f"{found} is {type}; this kernel takes {names}", op)
+            tiles.append(tile)
+        in_16_bits = op.results[0].tensor.dtype != "f32"
+        rounds = in_16_bits and any(t.rows == "int8" and t.format != "int8" for t in tiles)
+        if rounds != int8_rows:
+            return no(f"its weights {'take' if rounds else 'do not take'} rows rounded to int8", op)
         return True
 
     return supports
