@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 """mla.attend with 64 heads or more on sm_90: the matrix units bind, so layouts are given by hand.
 
     out[t, h] = sum_s softmax_s(scale * (q_lat[t, h] . c[s] + q_pe[t, h] . k_pe[s])) c[s]

@@ -88,9 +88,15 @@ def _word(four, inverse):
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger one; NaN when one of them is: then it is the scale, and the sum, too."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _largest(four):
     a, b, c, d = four
-    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    return _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
 
 
 @triton.jit
@@ -150,7 +156,7 @@ def byte_products(
     b = _four(x, first + 4, cols, valid, EVEN, QUADS)
     c = _four(x, first + 8, cols, valid, EVEN, QUADS)
     d = _four(x, first + 12, cols, valid, EVEN, QUADS)
-    most = tl.maximum(tl.maximum(_largest(a), _largest(b)), tl.maximum(_largest(c), _largest(d)))
+    most = _larger(_larger(_largest(a), _largest(b)), _larger(_largest(c), _largest(d)))
     x_scale = most * (1.0 / 127.0)
     inverse = 127.0 / tl.maximum(most, _LEAST)
     a, b, c, d = _word(a, inverse), _word(b, inverse), _word(c, inverse), _word(d, inverse)

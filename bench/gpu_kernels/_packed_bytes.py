@@ -9,9 +9,19 @@ from ktgraph.triton_kernels.packed import PackedWeight
 
 
 def random_packed(
-    format: str, rows: int, cols: int, *, count: int = 1, group: int = 64, gate_up: bool = False
+    format: str,
+    rows: int,
+    cols: int,
+    *,
+    count: int = 1,
+    group: int = 64,
+    gate_up: bool = False,
+    row_form: str = "int8",
 ) -> PackedWeight:
-    """Any bytes are integers or nibbles; scales get values that make rows of norm about 1."""
+    """Any bytes are integers or nibbles; scales get values that make rows of norm about 1.
+
+    row_form: as `kt.compile` chooses it; "f32" as with activations="f32".
+    """
     group = 0 if format == "int8" else group
     layout = Layout(format, rows, cols, group, gate_up)
     data = torch.randint(256, (count, layout.stride), dtype=torch.uint8, device="cuda")
@@ -27,7 +37,7 @@ def random_packed(
     else:
         rows_at = end - 64 * layout.tiles
         data[:, rows_at:end] = scale[:, : 16 * layout.tiles].contiguous().view(torch.uint8)
-    return PackedWeight(data.reshape(-1), format, rows, cols, count, group, gate_up)
+    return PackedWeight(data.reshape(-1), format, rows, cols, count, group, gate_up, row_form)
 
 
 def sets_beyond_l2(nbytes: int) -> int:

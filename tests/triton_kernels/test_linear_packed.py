@@ -72,6 +72,16 @@ def test_bytes_of_columns_share_a_scale_by_16(device: torch.device) -> None:
     check(y, reference("nn.linear", rounded, values).to(x.dtype), 1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bytes_keep_what_is_not_finite(bad: float, device: torch.device) -> None:
+    w, _ = packed(torch.randn(32, 64), "int4", 32, device, row_form="int8")
+    x = torch.randn(1, 64, device=device).bfloat16()
+    x[0, 33] = bad
+    y = torch.zeros(1, 32, device=device).bfloat16()
+    linear_packed(x, w, out=(y,))
+    assert not y.isfinite().any()
+
+
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize("tokens", [2, 7, 17, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
