@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.runtime.state import State
+from ktgraph.triton_kernels import mla_decode_sm90
 from ktgraph.triton_kernels.attention_tiles import (
     block_of,
     cache_slots,
@@ -202,6 +203,9 @@ def mla_attend(
     (result,) = out
     cache = kv.parts[0][layer]
     assert q_lat.stride(-1) == q_pe.stride(-1) == cache.stride(-1) == result.stride(-1) == 1
+    if override is None and mla_decode_sm90.fits(q_lat, q_pe, cache, capability(q_lat)):
+        mla_decode_sm90.attend(q_lat, q_pe, cache, batch, result, scale, splits)
+        return
     tokens, heads, rank = q_lat.shape
     most = batch.max_new * heads
     used = override or config(q_lat.dtype, most, capability(q_lat))

@@ -62,6 +62,7 @@ class CudaDevice(GpuDevice):
             prod(shape[:-2]),
             tile.group,
             tile.gate_up,
+            tile.rows,
         )
 
     def kernel(self, call: KernelCall) -> Step:
