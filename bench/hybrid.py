@@ -11,8 +11,8 @@ attention and router at HBM bandwidth, the hand-over (10 µs), and the longer of
 GPU computes beside the CPU (the shared expert, hot experts) and the CPU's chosen experts' bytes at
 DRAM bandwidth; then the head.  Where experts are deferred, only those that are waited for count so,
 and no step is shorter than all experts' bytes at DRAM bandwidth.  All bandwidths are measured in
-the same run.  Of hot experts, the share of choices that they got in the run is told; the floor
-takes what uniform choices would give.
+the same run.  Of hot experts, the share of choices that they got in the run is told, and the floor
+counts by it.
 """
 
 from __future__ import annotations
@@ -179,6 +179,12 @@ def bytes_of(plan: Plan) -> Bytes:
     return found
 
 
+def with_share(read: Bytes, share: float) -> Bytes:
+    """What is read when hot experts get this share of choices."""
+    chosen = read.gpu_experts + read.cpu_experts
+    return replace(read, gpu_experts=chosen * share, cpu_experts=chosen * (1 - share))
+
+
 def decode_floor(read: Bytes, layers: int, dram: float, hbm: float, deferred: float = 0.0) -> float:
     """Seconds of a step that no schedule goes below; `deferred` is a share of the experts."""
     here = (read.shared + read.gpu_experts) / hbm
@@ -241,6 +247,9 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         events = timeline_events(runner, cost, cell.prompt)
         page = lanes_html(cell.name, events)
         (timelines / f"{cell.name}.html").write_text(page, encoding="utf-8")
+    hot = hot_share(runner, cell.context)
+    if hot is not None:
+        read = with_share(read, hot["share"])
     floor = decode_floor(read, layers, max(before, after, 1.0), hbm, deferred)
     median = statistics.median(decode)
     return {
@@ -262,7 +271,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "made_s": made,
         "bytes": asdict(read),
         "handovers": handovers,
-        "hot": hot_share(runner, cell.context),
+        "hot": hot,
     }
 
 

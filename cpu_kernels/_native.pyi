@@ -28,6 +28,8 @@ class Weight:
         gate_up: bool,
         data: int,
         nbytes: int,
+        activations: str = "",
+        many_rows: int = 0,
     ) -> None: ...
 
 class State:

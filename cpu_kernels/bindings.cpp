@@ -100,12 +100,14 @@ WeightArg describe(const std::string& format, long rows, long cols, long count, 
 }
 
 PyWeight make_weight(const std::string& format, long rows, long cols, long count, long group,
-                     bool gate_up, uintptr_t data, long nbytes, const std::string& activations) {
+                     bool gate_up, uintptr_t data, long nbytes, const std::string& activations,
+                     long many_rows) {
   PyWeight out{describe(format, rows, cols, count, group, gate_up)};
   if (!activations.empty())
     if (const char* error = set_activations(activations.c_str(), &out.w))
       bad("Weight: " + format + " with activations '" + activations + "': " + error);
-  out.w.data = reinterpret_cast<const char*>(data);
+  out.w.data = reinterpret_cast<const char*>(data), out.w.many_rows = many_rows;
+  if (many_rows < 0) bad("Weight: many_rows must be positive, or 0 for the default");
   if (data % 64) bad("Weight: data must be 64-byte aligned");
   if (nbytes < out.w.stride * count)
     bad("Weight: " + std::to_string(nbytes) + " bytes given, the packed stack has " +
@@ -407,7 +409,8 @@ auto unpack(uintptr_t src, long index, const std::string& format, long rows, lon
 // Bytes for packed weights: aligned to huge pages when large, which saves many TLB misses in
 // decode.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> empty_packed(size_t nbytes) {
-  const size_t huge = size_t(2) << 20, align = nbytes >= huge ? huge : 64;
+  // Whole pages of its own: a GPU's driver registers pages, whoever else has bytes on them.
+  const size_t huge = size_t(2) << 20, page = 4096, align = nbytes >= huge ? huge : page;
   const size_t padded = (nbytes + align - 1) / align * align;
   void* p = std::aligned_alloc(align, padded ? padded : align);
   if (!p) throw std::bad_alloc();
@@ -464,12 +467,13 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyWeight* w, const std::string& format, long rows, long cols, long count, long group,
-             bool gate_up, uintptr_t data, long nbytes, const std::string& activations) {
-            new (w) PyWeight(
-                make_weight(format, rows, cols, count, group, gate_up, data, nbytes, activations));
+             bool gate_up, uintptr_t data, long nbytes, const std::string& activations,
+             long many_rows) {
+            new (w) PyWeight(make_weight(format, rows, cols, count, group, gate_up, data, nbytes,
+                                         activations, many_rows));
           },
           "format"_a, "rows"_a, "cols"_a, "count"_a, "group"_a, "gate_up"_a, "data"_a, "nbytes"_a,
-          "activations"_a = "");
+          "activations"_a = "", "many_rows"_a = 0);
   nb::class_<PyState>(m, "State", "A paged cache; each part is [layer][page][page_size][row].")
       .def(
           "__init__",
@@ -612,7 +616,7 @@ NB_MODULE(_native, m) {
   m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0,
         "count"_a = 1, "gate_up"_a = false);
   m.def("empty_packed", &empty_packed, "nbytes"_a,
-        "Aligned uint8 array for packed weights; contents unspecified.");
+        "uint8 array in pages of its own, for weights; contents unspecified.");
   m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
   m.def(
       "default_cpus", [](const std::string& root) { return order_cpus(read_topology(root)); },

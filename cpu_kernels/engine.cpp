@@ -211,21 +211,8 @@ void barrier(const Ctx& ctx) {
   if (ctx.threads > 1) ctx.engine->wait_barrier();
 }
 
-long next_unit(const Ctx& ctx, int phase) {
-  return __atomic_fetch_add(ctx.counters + phase * 16, 1u, __ATOMIC_RELAXED);
-}
-
-long next_unit_near(const Ctx& ctx, int phase, long groups, long per_group) {
-  for (int i = 0; i < ctx.nodes; ++i) {
-    const long node = (ctx.node + i) % ctx.nodes;
-    const long begin = groups * node / ctx.nodes * per_group;
-    const long end = groups * (node + 1) / ctx.nodes * per_group;
-    uint32_t* counter = ctx.counters + phase * 16 + node;
-    if (begin + __atomic_load_n(counter, __ATOMIC_RELAXED) >= end) continue;
-    const long unit = begin + __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED);
-    if (unit < end) return unit;
-  }
-  return -1;
+long next_unit(const Ctx& ctx, int phase, long node) {
+  return __atomic_fetch_add(ctx.counters + phase * 16 + node, 1u, __ATOMIC_RELAXED);
 }
 
 void reset_units(const Ctx& ctx, int phase) {

@@ -113,6 +113,13 @@ void bind_weight(const KernelSpec& k, const OperandSpec& spec, const WeightArg& 
   dims.bind(spec, spec.dims[stack + 1], w.cols);
 }
 
+// Once the level and the shapes are known. Of experts, every one gets K / E of the tokens' rows.
+void settle_rows(const IsaTable& table, WeightArg& w, const Dims& d) {
+  if (w.many_rows == 0) w.many_rows = table.many_rows(w);
+  const long experts = d["E"], chosen = d["K"];
+  w.many_tokens = experts && chosen ? (w.many_rows * experts + chosen - 1) / chosen : w.many_rows;
+}
+
 double attr_number(const KernelSpec& k, const AttrSpec& a, const AttrValue& v) {
   if (!a.choices.empty()) {
     const std::string* text = std::get_if<std::string>(&v);
@@ -247,6 +254,8 @@ int Program::add(const std::string& kernel, const std::vector<Operand>& operands
   read_attrs(k, attrs, step.instr);
   check_relations(k, step.instr, dims);
   const IsaTable& table = engine_.table();
+  for (int i = 0; i < step.instr.count; ++i)
+    if (step.instr.op[i].kind == KIND_WEIGHT) settle_rows(table, step.instr.op[i].w, dims);
   for (int i = 0; i < table.count; ++i)
     if (k.name == table.kernels[i].name) step.kernel = &table.kernels[i];
   if (!step.kernel) reject(k, std::string("not built for ") + table.isa);

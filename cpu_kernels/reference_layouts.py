@@ -31,6 +31,8 @@ RECORDS = {"q4_0": (64, 9), "q8_0": (64, 17), "q4_k": (256, 36), "q5_k": (256, 4
            "q6_k": (256, 53), "iq4_xs": (256, 34)}  # fmt: skip
 # Candidates for an int4 scale: the group's largest element divided by each of these.
 DIVISORS = (-8, -7.5, -8.5, -7, -9, -6.5, -9.5, -10, 7, 7.5, 6.5, 8, 6, 8.5, 9, 9.5)
+# The same for the scale of an int4p row, whose largest group then has a factor of about 11 to 15.
+ROW_DIVISORS = (105, 112, 98, 119, 91, 126, 84)
 
 
 def _up(n: int, to: int) -> int:
@@ -244,29 +246,44 @@ def quantize_int4(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return q, np.stack(scales, axis=1)
 
 
+def _bounds_int4p(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of one group -> largest magnitude; lowest integer: -7 where that element is positive."""
+    peak = w[np.arange(len(w)), np.abs(w).argmax(axis=1)]
+    return np.abs(peak), np.where(peak > 0, np.float32(-7), np.float32(-8))
+
+
 def _best_factor(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of one group, the rows' scales -> factor (0..15), offset (8 or 7) of least error."""
-    peak = np.abs(w).max(axis=1)
+    """Rows of one group, the rows' scales -> the factor (0..15) of least error, and that error."""
+    peak, low = _bounds_int4p(w)
     guess = np.rint(peak * _inverse(np.float32(7.5) * scale))
-    factor = best_factor = np.zeros(len(w), np.float32)
-    best_offset, least = np.full(len(w), 8, np.float32), np.zeros(len(w), np.float32)
-    for i, (step, offset) in enumerate((s, o) for s in (0, -1, 1, -2, 2) for o in (8, 7)):
+    best = least = np.zeros(len(w), np.float32)
+    for i, step in enumerate((0, -1, -2, 1)):
         factor = np.where(peak == 0, np.float32(0), np.clip(guess + np.float32(step), 1, 15))
-        factor = factor.astype(np.float32)
-        s = factor * scale
+        s = factor.astype(np.float32) * scale
         error = np.zeros(len(w), np.float32)
         for k in range(w.shape[1]):
-            e = w[:, k] - _round_int4p(w[:, k], _inverse(s), np.float32(offset)) * s
+            e = w[:, k] - _round_int4p(w[:, k], _inverse(s), low) * s
             error = error + e * e
         better = np.ones(len(w), bool) if i == 0 else error < least
-        best_factor = np.where(better, factor, best_factor)
-        best_offset = np.where(better, np.float32(offset), best_offset)
-        least = np.where(better, error, least)
-    return best_factor.astype(np.float32), best_offset.astype(np.float32)
+        best, least = np.where(better, factor, best), np.where(better, error, least)
+    return best.astype(np.float32), least
 
 
-def _round_int4p(w: np.ndarray, inv: np.ndarray, offset: np.ndarray | np.float32) -> np.ndarray:
-    return np.rint(np.clip(w * inv, -offset, np.float32(15) - offset))
+def _round_int4p(w: np.ndarray, inv: np.ndarray, low: np.ndarray) -> np.ndarray:
+    return np.rint(np.clip(w * inv, low, low + np.float32(15)))
+
+
+def _row_scale(w: np.ndarray, group: int) -> np.ndarray:
+    """Rows -> the candidate scale of least squared error."""
+    top = np.abs(w).max(axis=1, initial=0).astype(np.float32)
+    best = least = np.zeros(len(w), np.float32)
+    for i, d in enumerate(ROW_DIVISORS):
+        scale, error = top / np.float32(d), np.zeros(len(w), np.float32)
+        for part in _parts(w, group):
+            error = error + _best_factor(part, scale)[1]
+        better = np.ones(len(w), bool) if i == 0 else error < least
+        best, least = np.where(better, scale, best), np.where(better, error, least)
+    return best.astype(np.float32)
 
 
 def quantize_int4p(
@@ -277,15 +294,16 @@ def quantize_int4p(
     A value is ``q * factor * scale``; q lies in -offset .. 15 - offset.
     """
     q = np.zeros(w.shape, np.int8)
-    scale = np.abs(w).max(axis=1, initial=0).astype(np.float32) / np.float32(105)
+    scale = _row_scale(w, group)
     factors, offsets = [], []
     for k in range(0, w.shape[1], group):
         part = w[:, k : k + group]
-        factor, offset = _best_factor(part, scale)
+        factor, _ = _best_factor(part, scale)
+        _, low = _bounds_int4p(part)
         inv = _inverse(factor * scale)
-        q[:, k : k + group] = _round_int4p(part, inv[:, None], offset[:, None])
+        q[:, k : k + group] = _round_int4p(part, inv[:, None], low[:, None])
         factors.append(factor)
-        offsets.append(offset)
+        offsets.append(-low)
     return q, np.stack(factors, axis=1), np.stack(offsets, axis=1), scale
 
 

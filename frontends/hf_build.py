@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ktgraph.frontends.declared_forms import declared_forms
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.file_forms import FileForms, Made
 from ktgraph.frontends.gguf_model import open_gguf
@@ -42,21 +43,32 @@ class Twin:
         return self.model.config
 
 
-def build_twin(source: Source, dtype: torch.dtype | None = None) -> Twin:
+def build_twin(source: Source, dtype: torch.dtype | None = None, *, forms: bool = True) -> Twin:
     """The twin of `source`, computing in `dtype` (default: the model's own).
 
     A loaded model is neither changed nor copied: its structure is, with parameters on meta.
+    forms: whether to find out how files store the parameters.
     """
     if isinstance(source, PreTrainedModel):
         return _twin_of_model(source, dtype)
     if isinstance(source, PreTrainedConfig):
-        return _twin_of_config(copy.deepcopy(source), dtype)
+        twin = _twin_of_config(copy.deepcopy(source), dtype)
+        settings = quantization_of(source) if forms else None
+        if settings is not None:
+            twin.files = declared_forms(twin.model, settings)
+        return twin
     if is_gguf(source):
         return _twin_of_gguf(Path(source), dtype)
     twin = _twin_of_config(load_config(source), dtype)
-    if getattr(twin.config, "quantization_config", None) is not None:
+    if quantization_of(twin.config) is not None:
         twin.files = _file_forms(Path(source), twin.model)
     return twin
+
+
+def quantization_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The quantization_config of a config; None for a plain model."""
+    given: Any = getattr(config, "quantization_config", None)
+    return given.to_dict() if hasattr(given, "to_dict") else given
 
 
 def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:

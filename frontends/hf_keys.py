@@ -20,20 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ktgraph.frontends.safetensors_files import CheckpointError
-
-
-@dataclass
-class Recipe:
-    """How a parameter is made: ``pieces[p][e]`` are file tensors of source pattern p, expert e.
-
-    stacked: one tensor per expert, stacked on a new first axis.  Pieces of several patterns are
-    joined along `axis` of the result.
-    """
-
-    pieces: list[list[str]]
-    stacked: bool = False
-    axis: int = 0
+from ktgraph.frontends.safetensors_files import CheckpointError, Recipe
 
 
 @dataclass

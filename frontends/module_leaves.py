@@ -73,10 +73,6 @@ def hint(size: Any) -> int:
 # ---------------------------------------------------------------- calls left to torch
 
 
-def _module_call(inputs: list[Tensor], path: str) -> list[Tensor]:
-    raise RuntimeError("ktg::module_call is traced, never run")
-
-
 def _module_call_fake(inputs: list[Tensor], path: str) -> list[Tensor]:
     calls = _calls.get()
     assert calls is not None
@@ -109,52 +105,24 @@ def _size(value: int, axis: int, inputs: Sequence[Tensor]) -> Any:
 # ---------------------------------------------------------------- experts as lists
 
 
-def _expert_list(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    first: list[Tensor],
-    second: list[Tensor],
-    down: list[Tensor],
-    first_bias: list[Tensor],
-    second_bias: list[Tensor],
-    down_bias: list[Tensor],
-    act: str,
-    order: str,
-) -> Tensor:
-    raise RuntimeError("ktg::expert_list is traced, never run")
-
-
-def _expert_list_fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    first: list[Tensor],
-    second: list[Tensor],
-    down: list[Tensor],
-    first_bias: list[Tensor],
-    second_bias: list[Tensor],
-    down_bias: list[Tensor],
-    act: str,
-    order: str,
-) -> Tensor:
+def _expert_list_fake(x: Tensor, ids: Tensor, weights: Tensor, *lists: Any, **_: Any) -> Tensor:
+    first: list[Tensor] = lists[0]
     torch._check(x.shape[-1] == first[0].shape[-1])  # the width is the weights', not a size to vary
     return torch.empty_like(x)
 
 
-def _define(schema: str, eager: Any, fake: Any) -> None:
+def _define(schema: str, fake: Any) -> None:
+    """A leaf op that is traced, never run: torch says so where somebody calls it."""
     name = schema.split("(", 1)[0]
     _lib.define(schema)
-    _lib.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ktg::{name}", fake, lib=_lib)
 
 
-_define("module_call(Tensor[] inputs, str path) -> Tensor[]", _module_call, _module_call_fake)
+_define("module_call(Tensor[] inputs, str path) -> Tensor[]", _module_call_fake)
 _define(
     "expert_list(Tensor x, Tensor ids, Tensor weights, Tensor[] first, Tensor[] second, "
     "Tensor[] down, Tensor[] first_bias, Tensor[] second_bias, Tensor[] down_bias, str act, "
     "str order) -> Tensor",
-    _expert_list,
     _expert_list_fake,
 )
 

@@ -57,6 +57,19 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass
+class Recipe:
+    """How a parameter is made: ``pieces[p][e]`` are file tensors of source pattern p, expert e.
+
+    stacked: one tensor per expert, stacked on a new first axis.  Pieces of several patterns are
+    joined along `axis` of the result.
+    """
+
+    pieces: list[list[str]]
+    stacked: bool = False
+    axis: int = 0
+
+
 class Shards:
     """All tensors of a checkpoint folder; values are mapped, never copied."""
 
@@ -87,6 +100,13 @@ class Shards:
         if entry.file not in self._open:
             self._open[entry.file] = safe_open(entry.file, framework="pt")
         return self._open[entry.file].get_tensor(key)
+
+    def layout_digest(self) -> str:
+        """Changes with any file's name or header; no tensor is read."""
+        digest = hashlib.sha256()
+        for file, header in sorted(self._headers.items()):
+            digest.update(file.name.encode() + hashlib.sha256(header).digest())
+        return digest.hexdigest()
 
     def fingerprint(self) -> str:
         """Changes with any header, file size, or sampled byte; reads 32 KiB a shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -11,12 +12,18 @@ from torch import nn
 from ktgraph.compile_options import check_options
 from ktgraph.compiled import Compiled
 from ktgraph.errors import UnsupportedInputError, path_of
-from ktgraph.model_input import Model, read_model
+from ktgraph.ir.graph import Module
+from ktgraph.ir.parser import parse_module
+from ktgraph.model_input import Model, is_gguf, read_model
+from ktgraph.ops.tensor import dtype_name
 from ktgraph.packed_folder import check_restart, plan_in
 from ktgraph.stages import Traced
+from ktgraph.start_cache import folder_key, read_entry, write_entry
 from ktgraph.target import Target, resolve_target
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from ktgraph.module_stages import CompiledModule, ExampleInputs, TracedModule
 
 _DTYPES = {"auto": torch.float32, "f32": torch.float32, "bf16": torch.bfloat16}
@@ -46,15 +53,40 @@ def trace(
         checkpoint is `f32[...]<bf16>`: half the bytes, no rounding).
     tokenizer: a folder with tokenizer.json, if it is not the model's own.
     """
-    from ktgraph.frontends.hf import trace_hf
-    from ktgraph.module_stages import trace_plain
-
     if example_inputs is not None:
+        from ktgraph.module_stages import trace_plain
+
         return trace_plain(model, example_inputs, dtype)
     if not isinstance(dtype, str) or dtype not in _DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UnsupportedInputError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
     given = read_model(model, tokenizer)
-    return Traced(trace_hf(given.model, _DTYPES[dtype]), given, dtype)
+    return Traced(_traced(given.model, _DTYPES[dtype]), given, dtype)
+
+
+def _traced(model: PreTrainedModel | PreTrainedConfig | Path, dtype: torch.dtype) -> Module:
+    if isinstance(model, Path) and not is_gguf(model):
+        return _traced_folder(model, dtype)
+    from ktgraph.frontends.hf import trace_hf
+
+    return trace_hf(model, dtype)
+
+
+def _traced_folder(folder: Path, dtype: torch.dtype) -> Module:
+    """The graph of a checkpoint; of one that was traced before, as `start_cache` kept it."""
+    key, kind = folder_key(folder), f"{dtype_name(dtype)}.ktir"
+    kept = None if key is None else read_entry(key, kind)
+    if kept is not None:
+        return parse_module(kept)
+    from ktgraph.frontends.hf import trace_hf
+    from ktgraph.frontends.safetensors_files import CheckpointError
+    from ktgraph.weights.safetensors_source import LAYOUT, SafetensorsSource
+
+    module = trace_hf(folder, dtype)
+    if key is not None and module.witnesses:  # without them it warned, and is to warn again
+        write_entry(key, kind, str(module))
+        with suppress(CheckpointError):  # told where the weights are read
+            write_entry(key, LAYOUT, SafetensorsSource(folder).layout())
+    return module
 
 
 def compute_dtype(dtype: str, target: Target) -> str:

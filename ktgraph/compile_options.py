@@ -11,6 +11,8 @@ from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.model_input import ModelCard
 from ktgraph.pass_api import CompileOptions, option_fault
+from ktgraph.placement.popularity import Popularity
+from ktgraph.placement.rules import read_rules
 from ktgraph.target import check_threads
 from ktgraph.weights.policy import Policy
 
@@ -43,7 +45,10 @@ def check_isa() -> None:
 
 
 def check_options(given: dict[str, Any]) -> None:
-    """Raises UnsupportedInputError for a name that is no option, or a value that makes no sense."""
+    """Raises UnsupportedInputError for a name that is no option, or a value that makes no sense.
+
+    Also for files that cannot be read: before a model is traced.
+    """
     known = sorted({f.name for f in fields(CompileOptions)} - {"dtype"})
     for name in given:
         if name not in known:
@@ -53,6 +58,10 @@ def check_options(given: dict[str, Any]) -> None:
         fault = option_fault(name, str(given[name]) if name in _PATHS else given[name])
         if fault is not None and given[name] is not None:
             raise UnsupportedInputError(fault)
+    if given.get("popularity") is not None:
+        Popularity.load(given["popularity"])
+    if given.get("rules") is not None:
+        read_rules(given["rules"])
 
 
 def part_options(given: Mapping[str, Any]) -> CompileOptions:

@@ -214,15 +214,16 @@ class Compiled:
 
     @property
     def residency(self) -> dict[int, list[int]]:
-        """Experts with slots on the GPU, by layer, as they are now; empty without hot experts."""
+        """Experts with slots on the GPU, by layer, changes under way included; empty without."""
         return self.runner.residency
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
         """Let these experts of a layer live on the GPU, at most as many as it has slots.
 
-        Between two calls, also in the middle of a streamed text: bytes of new experts are copied,
-        results stay as they are but for round-off, and no CUDA graph is captured again.  `save`
-        keeps the change.  Raises UnsupportedInputError.
+        Between two calls, also in the middle of a streamed text: bytes of new experts are copied
+        behind the next call and used from the one after it.  Results stay as they are but for
+        round-off, and no CUDA graph is captured again.  `save` keeps the change.  Raises
+        UnsupportedInputError.
         """
         self.runner.set_residency(layer, experts)
 

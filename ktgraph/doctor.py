@@ -26,6 +26,7 @@ from ktgraph.target import (
     provenance_text,
     round_size,
 )
+from ktgraph.target.many_rows import NEVER
 from ktgraph.target.probe import ISA_FLAGS
 
 PACKAGES = ("ktgraph", "torch", "triton", "transformers", "numpy", "safetensors", "gguf", "onnx")
@@ -79,7 +80,8 @@ class DoctorReport:
 
     def tables(self) -> list[Table]:
         """The report's tables, in order."""
-        tables = [self._machine(), self._bandwidth(), self._peaks()]
+        tables = [self._machine(), self._bandwidth(), self._engine(), self._peaks()]
+        tables.append(self._many_rows())
         tables += limit_tables(self.limits) if self.limits is not None else []
         if self.target.links:
             tables.append(self._links())
@@ -121,6 +123,28 @@ class DoctorReport:
                 chosen = "chosen" if threads == device.threads else ""
                 shown = str(threads) if device.kind == "cpu" else ""
                 table.add_row(device.name, shown, f"{speed / 1e9:.1f}", chosen if shown else "")
+        return table
+
+    def _engine(self) -> Table:
+        """The engine's own kernels by threads, from which its thread count is chosen."""
+        columns = ("threads", "weights for one token, GB/s", "many tokens, GFLOP/s", "")
+        table = _table("CPU engine", *columns)
+        for device in self.target.devices:
+            for speed in device.engine:
+                chosen = "chosen" if speed.threads == device.threads else ""
+                read, compute = f"{speed.read / 1e9:.3g}", f"{speed.compute / 1e9:.3g}"
+                table.add_row(str(speed.threads), read, compute, chosen)
+        return table
+
+    def _many_rows(self) -> Table:
+        """Rows from which a weight's kernel takes its path for many, and the formats with each."""
+        title = "rows from which kernels take their path for many"
+        table = _table(title, "level", "rows", "weight formats")
+        for device in self.target.devices:
+            for level, rows in device.many_rows.items():
+                for count in sorted(set(rows.values())):
+                    names = ", ".join(name for name, n in rows.items() if n == count)
+                    table.add_row(level, "never" if count >= NEVER else str(count), names)
         return table
 
     def _peaks(self) -> Table:

@@ -22,6 +22,7 @@ from ktgraph.ops.registry import Refusal, kernels_for, op_def
 from ktgraph.pass_api import CompileOptions
 from ktgraph.placement.decide import phase_call
 from ktgraph.placement.decision import Settings
+from ktgraph.placement.graph import CPU
 from ktgraph.placement.lanes import (
     CROSSING,
     OpTimes,
@@ -31,13 +32,16 @@ from ktgraph.placement.lanes import (
     source_device,
 )
 from ktgraph.placement.popularity import weight_name
-from ktgraph.target import Target
+from ktgraph.runtime.many_rows import tile_of, tile_rows
+from ktgraph.target import Target, threads_text
 from ktgraph.target.description import round_size
+from ktgraph.target.many_rows import NEVER
 from ktgraph.weights.encodings import nbytes
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
 
 _MOST_LAYERS = 8  # whose hot experts are listed
+_INTEGER_PATHS = ("from its packed bytes", "by panels or tiles")  # of few rows, of many
 _MOST = 6  # ops that are explained in full; of more, the lines
 
 
@@ -163,6 +167,8 @@ class _Asking:
             return
         home = " (home)" if device == self.module.home else ""
         yield f"runs on {device}{home}"
+        if device == CPU and self.target is not None:
+            yield threads_text(self.target, self.options.threads)
         if any(isinstance(v.type, StateType) for v in (*op.values, *op.results)):
             yield "it reads or writes the cache, and the cache never moves"
 
@@ -269,6 +275,7 @@ class _Asking:
     def _kernels(self, op: Op) -> Iterator[str]:
         if op.via:
             yield f"kernel {op.via}"
+            yield from self._many_rows(op)
         elif op.name not in CROSSING and not op_def(op.name).is_view:
             yield f"no kernel on {op_device(self.module, op)} is chosen (yet)"
         if op_def(op.name).is_view or op.name in CROSSING:
@@ -289,6 +296,19 @@ class _Asking:
                 yield f"  not {kernel.name}: a fallback that runs the op's reference"
             else:
                 yield f"  not {kernel.name}: another comes first"
+
+    def _many_rows(self, op: Op) -> Iterator[str]:
+        """Of packed weights on the CPU: the measured count at which the kernel changes its path."""
+        if op_device(self.module, op) != CPU:
+            return
+        tiles = (tile_of(self.module, ref) for ref in op.weights)
+        for tile in dict.fromkeys(t for t in tiles if t is not None):
+            rows = tile_rows(self.module, tile)
+            few, many = ("as f32", "as bf16") if tile.rows == "bf16" else _INTEGER_PATHS
+            if rows >= NEVER:
+                yield f"  {tile.format} {few} for any rows, as measured"
+            elif rows:
+                yield f"  {tile.format} {many} from {rows} rows on, else {few}, as measured"
 
     # -- a weight ----------------------------------------------------------------------------------
     def weight(self, name: str) -> list[str]:

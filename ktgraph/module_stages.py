@@ -32,6 +32,7 @@ from ktgraph.weights.sources import ModelSource, WeightSource
 
 _MAIN = "main"  # the function of a plain module's graph
 _KEPT = 8  # plans of other sizes that stay compiled
+_OF_THE_CACHE = ("context", "cache_rows", "page_size", "max_batch", "defer")  # options
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -91,7 +92,8 @@ class TracedModule(Traced):
         dump: str | Path | None = None,
         **options: Any,
     ) -> LoweredModule:
-        """Run the passes, as `Traced.lower` does."""
+        """Run the passes, as `Traced.lower` does; options of the cache are refused."""
+        _check_no_cache_options(options)
         machine = resolve_target(target)
         made = super().lower(machine, pipeline, validate=validate, dump=dump, **options)
         return LoweredModule(self, made, options)
@@ -105,6 +107,17 @@ class TracedModule(Traced):
         other.ir = self.ir.clone()
         set_example(other.ir.functions[_MAIN], sizes)
         return other
+
+
+def _check_no_cache_options(options: Mapping[str, Any]) -> None:
+    """Raises UnsupportedInputError: a plain module keeps nothing from one call to the next."""
+    given = [n for n in _OF_THE_CACHE if options.get(n) is not None]
+    if given:
+        raise UnsupportedInputError(
+            f"{given[0]}={options[given[0]]!r}: a module compiled with example_inputs has no cache "
+            "and no decode step, so this would do nothing: leave it out (max_tokens bounds what "
+            "one call takes)"
+        )
 
 
 class LoweredModule(Lowered):

@@ -1,15 +1,16 @@
 """A model packed once: a folder with `model.ktplan`, mapped at every later start.
 
-`write_folder` fills a draft beside the folder and renames it when all is written, so that nothing
-half-written is ever found under the final name.  Weights are packed one after another straight into
-the file: the model need not fit into memory.
+`write_folder` fills a draft beside the folder (.NAME.part) and renames it when all is written, so
+that nothing half-written is ever found under the final name.  Weights are packed one after another
+straight into the file: the model need not fit into memory.  A draft that was interrupted keeps its
+finished weights, and the same call goes on behind them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,25 +71,39 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
         )
 
 
-def write_folder(lowered: Lowered, folder: str | Path, *, overwrite: bool = False) -> Path:
+def write_folder(
+    lowered: Lowered,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Path:
     """Pack the weights of a lowered model into a folder; gives the folder.
 
     overwrite: replace a packed model that is there; the old one stays until the new one is whole.
+    say: is told when it goes on behind weights that an interrupted call finished, and where an
+        interrupt leaves them.
     Raises UnsupportedInputError, DiskSpaceError, and errors of the checkpoint.
     """
+    from ktgraph.runtime.planfile_draft import is_resumable
+
     folder = Path(folder).absolute()
     check_folder(folder, overwrite=overwrite)
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    draft.mkdir()
+    draft = folder.with_name(f".{folder.name}.part")
+    draft.mkdir(exist_ok=True)
     try:
         for name in _REPORTS:
             text = lowered.context.artifacts.get(name)
             if text:
                 (draft / name).write_text(text, encoding="utf-8")
-        lowered.save(draft / PLAN)
+        lowered.save(draft / PLAN, resume=True, say=say)
         _put(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    except BaseException:
+        if not is_resumable(draft / PLAN):
+            shutil.rmtree(draft, ignore_errors=True)
+        elif say is not None:
+            say(f"stopped: the same command goes on from here; to give it up delete {draft}")
+        raise
     return folder
 
 

@@ -62,9 +62,12 @@ def _block_shape(hidden_states: Tensor, number: int) -> Tensor:
     return hidden_states.new_empty(hidden_states.shape)
 
 
-# A patched block as one operator in graphs of torch.compile.
+# A patched block as one operator in graphs of torch.compile.  It waits for the GPU, so that no CUDA
+# graph may hold it: inductor cuts there (mode="reduce-overhead", `generate` with a static cache).
 _library: Any = torch.library
-_moe_block: Any = _library.custom_op("ktgraph::moe_block", _run_block, mutates_args=())
+_moe_block: Any = _library.custom_op(
+    "ktgraph::moe_block", _run_block, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 _moe_block.register_fake(_block_shape)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ktgraph.runtime.operands import WeightUse
 
 _MARK = "_ktgraph_patched"  # the attribute of a patched model that holds its `Patched`
+_BEFORE = "_ktgraph_before"  # of a patched block: what its replaced attributes were
+_REPLACED = ("forward", "extra_repr")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -117,10 +119,12 @@ def patch(
     loaded = _Loading(model, blocks, machine, options)
     runner = loaded.run(free_originals)
     for path, form in blocks.forms.items():
-        block = model.get_submodule(path)
-        block.__dict__["forward"] = patched_forward(runner, path, form.is_tuple)
         note = f"compiled by ktgraph, {round_size(loaded.packed[path])} packed"
-        block.__dict__["extra_repr"] = lambda text=note: text
+        _put(
+            model.get_submodule(path),
+            forward=patched_forward(runner, path, form.is_tuple),
+            extra_repr=lambda text=note: text,
+        )
     made = tuple(
         PatchedBlock(path, form.cls, loaded.before[path], loaded.packed[path])
         for path, form in blocks.forms.items()
@@ -128,6 +132,8 @@ def patch(
     model.__dict__[_MARK] = patched = Patched(
         made, blocks.left, free_originals, runner.executor.threads
     )
+    if free_originals:
+        _refuse_saving(model)
     return patched
 
 
@@ -137,14 +143,39 @@ def unpatch(model: PreTrainedModel) -> None:
     if patched is None:
         raise UnsupportedInputError(f"{type(model).__name__} is not patched: nothing to undo")
     if patched.is_freed:
-        raise UnsupportedInputError(
-            f"{type(model).__name__} was patched with free_originals=True, so its original weights "
-            "are gone: load the model again"
-        )
-    for block in patched.blocks:
-        for name in ("forward", "extra_repr"):
-            del model.get_submodule(block.path).__dict__[name]
+        raise _gone(model)
+    for made in patched.blocks:
+        block = model.get_submodule(made.path)
+        before = block.__dict__.pop(_BEFORE)
+        for name in _REPLACED:
+            del block.__dict__[name]
+        block.__dict__.update(before)
     del model.__dict__[_MARK]
+
+
+def _put(block: nn.Module, **made: Any) -> None:
+    """Give a block attributes of its own, and keep those that it had: accelerate's hooks, say."""
+    assert set(made) == set(_REPLACED)
+    block.__dict__[_BEFORE] = {n: block.__dict__[n] for n in made if n in block.__dict__}
+    block.__dict__.update(made)
+
+
+def _gone(model: nn.Module) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"{type(model).__name__} was patched with free_originals=True, so its original weights "
+        "are gone: load the model again"
+    )
+
+
+def _refuse_saving(model: PreTrainedModel) -> None:
+    """Before anything is written; also for torch.save of the state, which would be empty."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise _gone(model)
+
+    model.__dict__["save_pretrained"] = refuse
+    module: Any = model
+    module.register_state_dict_pre_hook(refuse)
 
 
 # ---- what is refused

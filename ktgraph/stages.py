@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from ktgraph.target import Target, check_threads, resolve_target, with_threads
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.policy import Policy
 from ktgraph.weights.sources import WeightSource
+
+log = logging.getLogger("ktgraph")
 
 
 class Traced:
@@ -170,24 +173,30 @@ class Lowered:
         uses = Plan.build(self.module).loaded()
         return sum(map(use_nbytes, uses)), packing_nbytes(uses, self.threads)
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self, path: str | Path, *, resume: bool = False, say: Callable[[str], None] | None = None
+    ) -> None:
         """Pack the weights straight into a .ktplan, which `kt.load` starts from.
 
         One weight after another is read, packed and written: the model need not fit into memory.
+        resume: keep finished weights when it is interrupted, and go on behind those that a save
+            of the same model with the same options left; `say` is told so.
         """
         source, options = self.context.source, self.context.options
         assert source is not None
         plan = Plan.build(self.module)
-        evaluator = WeightEvaluator(self.module, source, cache_nbytes=0)
+        evaluator, uses = WeightEvaluator(self.module, source, cache_nbytes=0), plan.loaded()
         write_plan(
             path_of("path", path),
             plan,
             options,
-            packed_weights(plan.loaded(), evaluator, self.threads),
+            lambda first: packed_weights(uses[first:], evaluator, self.threads),
             fingerprint=source.fingerprint(),
             pipeline=self.pipeline,
             target=self.target.to_toml(),
             extras=plan_extras(self.card, self.placement),
+            resume=resume,
+            say=say or log.info,
         )
 
     def compile(self) -> Compiled:

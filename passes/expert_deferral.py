@@ -25,6 +25,7 @@ After:   … layer 1, which takes nothing …
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,6 +42,7 @@ from ktgraph.placement.lanes import CROSSING, op_device
 _RULE = "expert-deferral"
 _EXPERTS = "moe.grouped_mlp"
 _SUMS = ("tensor.add", "tensor.add3")
+_NOT_ON_CPU = "its experts are not on the CPU"
 LOSSY = "lossy"  # function attribute: the passes that changed what the function computes
 
 
@@ -73,12 +75,29 @@ class ExpertDeferral(Pass):
                 f"expert-deferral{{n={count}}}: the option exact=True refuses lossy steps; "
                 "leave one out"
             )
+        reasons: list[str] = []
         for func in module.functions.values():
             if func.attrs.get("phase") in self.phases and not is_deferred(func):
                 _check_order(func)
-                layers = _Deferring(module, func, count, ctx).run()
+                deferring = _Deferring(module, func, count, ctx)
+                layers = deferring.run()
                 what = f"{count} experts of a token come late in {layers} layers"
                 ctx.note(f"@{func.name}: {what if layers else 'no layer has experts to defer'}")
+                reasons += deferring.reasons
+        if not any(map(is_deferred, module.functions.values())) and ctx.limit is None:
+            warnings.warn(_nothing_deferred(count, reasons), DeferralWarning, stacklevel=2)
+
+
+class DeferralWarning(UserWarning):
+    """Deferral was asked for, and there is nothing to defer; the message says why."""
+
+
+def _nothing_deferred(count: int, reasons: Sequence[str]) -> str:
+    found = "; ".join(dict.fromkeys(reasons)) or "no layer that decodes has routed experts"
+    advice = ""
+    if _NOT_ON_CPU in reasons:
+        advice = ". Less gpu_memory or a placement rule (device: cpu) puts experts there"
+    return f"defer={count} changes nothing: {found}{advice}"
 
 
 def is_deferred(func: Function) -> bool:
@@ -121,6 +140,7 @@ class _Deferring:
         self.count = count
         self.ctx = ctx
         self.layers = 0  # that hand something on
+        self.reasons: list[str] = []  # why layers hand nothing on
 
     def run(self) -> int:
         """Returns the number of layers whose experts are deferred."""
@@ -143,6 +163,7 @@ class _Deferring:
         reasons = ["no experts come behind it" if ends else self._refusal(x) for x in site.layers]
         for layer, reason in zip(site.layers, reasons, strict=True):
             if reason:
+                self.reasons.append(reason)
                 self.ctx.refused(_RULE, layer[0], reason)
         if all(reasons):
             return False
@@ -152,7 +173,7 @@ class _Deferring:
         """Why a layer's experts cannot be deferred; an empty string when they can."""
         found = self._on_cpu(layer)
         if not found:
-            return "its experts are not on the CPU"
+            return _NOT_ON_CPU
         if len(found) > 1:
             return "it has several groups of experts on the CPU"
         top_k = _top_k(self.module, found[0])
@@ -362,4 +383,4 @@ def _lossy(func: Function) -> tuple[Attr, ...]:
     return found
 
 
-__all__ = ["LOSSY", "ExpertDeferral", "is_deferred"]
+__all__ = ["LOSSY", "DeferralWarning", "ExpertDeferral", "is_deferred"]

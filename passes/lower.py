@@ -18,11 +18,13 @@ from ktgraph.ir.graph import Function, Module, Op
 from ktgraph.ir.printer import print_op
 from ktgraph.ops.registry import KernelDef, Refusal, kernels_for
 from ktgraph.pass_api import Numerics, Pass, PassContext, exact, register_pass
+from ktgraph.placement.graph import CPU
 from ktgraph.placement.lanes import crossing, op_device
 from ktgraph.runtime import kernels_gpu
 from ktgraph.runtime.flat import FlatOp, Layouts, flatten
 from ktgraph.runtime.kernels_cpu import REFERENCE, VIEW, register_all
-from ktgraph.runtime.native import Trial
+from ktgraph.runtime.many_rows import many_rows_key, tile_of, write_many_rows
+from ktgraph.runtime.native import Trial, engine_level
 from ktgraph.runtime.plan import Plan, PlanError, instructions_of
 
 
@@ -38,12 +40,26 @@ class Lower(Pass):
         if module.home not in (None, "cpu") or any(d != "cpu" for d in module.devices):
             kernels_gpu.register_all()
         ctx.fallbacks.clear()
+        _freeze_many_rows(module, ctx)
         for func in module.functions.values():
             _Lowering(module, func, ctx).run()
         is_whole = all(op.via for op in module.walk() if op.body is None)
         ctx.artifacts["plan.txt"] = (
             Plan.build(module).text() if is_whole else "some ops have no kernel: see rules.txt\n"
         )
+
+
+def _freeze_many_rows(module: Module, ctx: PassContext) -> None:
+    """Write down the target's row counts for the formats that CPU ops read."""
+    cpus = [d for d in ctx.target.devices if d.kind == "cpu"] if ctx.target is not None else []
+    measured = cpus[0].many_rows_at(engine_level()) if cpus else dict[str, int]()
+    ops = [op for op in module.walk() if op.body is None and op_device(module, op) == CPU]
+    used = {many_rows_key(tile_of(module, ref)) for op in ops for ref in op.weights}
+    rows = {name: count for name, count in measured.items() if name in used}
+    write_many_rows(module, rows)
+    if rows:
+        shown = ", ".join(f"{name} {count}" for name, count in rows.items())
+        ctx.note(f"rows from which kernels take their path for many, measured: {shown}")
 
 
 class _Lowering:

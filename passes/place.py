@@ -293,6 +293,8 @@ def _expert_lines(decision: Decision) -> Iterator[str]:
                     what = "bytes" if device == STREAM else "choices expected"
                     share = f"{run.shares[site.number]:.0%} of {what}"
                     where = f"{where}, {run.slots[site.number]} hot ones on {home} ({share})"
+                if site.late and device == CPU:
+                    where = f"{where}, priced with {site.late:.0%} of it a layer later"
                 layers = layers_of(site.op, run.layers)
                 at = "" if layers[0] is None else f" of layers {layers_text(layers)}"
                 yield f"@{region.func.name}: experts{at} {where}"

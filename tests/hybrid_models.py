@@ -133,8 +133,9 @@ def bind(
     plan = Plan.build(module)
     shape = fit_cache(plan, options, 2)
     evaluator = WeightEvaluator(module, RandomSource(module), cache_nbytes=0)
-    weights = load_weights(plan.uses(), evaluator, 2, gpu=device.torch_device)
+    weights = load_weights(plan.loaded(), evaluator, 2, gpu=device.torch_device)
     places = {"cpu": torch.device("cpu"), plan.home: device.torch_device}
+    weights = weights.with_views(plan.views)
     states = allocate_states(plan.states, plan.module.dims, shape, places, plan.home)
     return Runner(GpuExecutor(plan, device, weights, states, shape, 2, **more))
 

@@ -42,6 +42,43 @@ def test_a_tokenizer_that_is_not_there_is_named(tiny_deepseek: Path, tmp_path: P
         kt.compile(tiny_deepseek, "cpu", tokenizer=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["context", "cache_rows", "page_size", "max_batch", "defer"])
+def test_a_plain_module_has_no_cache(name: str) -> None:
+    module, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    given: dict[str, Any] = {name: 2}
+    with pytest.raises(UnsupportedInputError, match=f"{name}=2: a module .* has no cache"):
+        kt.compile(module, "cpu", example_inputs=(x,), **given)
+    exe = kt.compile(module, "cpu", example_inputs=(x,), threads=1, context=None)
+    assert exe(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize("option", ["popularity", "rules"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "p.json"), ("[1]", "p.json"), ("\xff", "p.json")],
+)
+def test_files_are_read_before_a_model_is_traced(
+    option: str, text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    model = tmp_path / "no-model"  # it would be missed next
+    given: dict[str, Any] = {option: path}
+    with pytest.raises(UnsupportedInputError, match=message) as caught:
+        kt.compile(model, "cpu", **given)
+    assert ("ktgraph profile MODEL prompts.txt -o FILE" in str(caught.value)) == (
+        option == "popularity"
+    )
+    assert command_line(["run", str(model), "x", f"--{option}", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(kt.KtgraphError, match=r"x\.ktplan: no such file; give the \.ktplan"):
+        kt.load(tmp_path / "x.ktplan")
+
+
 def test_calls_and_layers(tiny_deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = kt.trace(tiny_deepseek)
     monkeypatch.setenv("KTGRAPH_ISA", "nonsense")

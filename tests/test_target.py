@@ -43,6 +43,8 @@ from ktgraph.target import (
     resolve_target,
     shipped_targets,
 )
+from ktgraph.target.description import EngineSpeed
+from ktgraph.target.many_rows import NEVER
 from ktgraph.target.probe import NumaNode, parse_cpu_list, pick_cpus
 
 GPU = Device(
@@ -163,6 +165,11 @@ def test_disk_and_reads_round_trip() -> None:
     assert again == target
     assert replace(target, disk=None).hash == target.hash  # placement does not read it
     assert MACHINE.hash != target.hash
+    with_engine = replace(cpu, engine=(EngineSpeed(1, 1e10, 2e11), EngineSpeed(8, 6e10, 9e11)))
+    text = target.with_device(with_engine).to_toml()
+    assert Target.from_toml(text).cpu == with_engine
+    with pytest.raises(TargetError, match=r"'engine'.*FLOP/s\], \.\.\.\] with rising threads"):
+        Target.from_toml(text.replace("[8, 60000000000.0, ", "[1, 60000000000.0, "))
     text = target.to_toml().replace("int4p = 45", "int4p = -45")
     with pytest.raises(TargetError, match=r"'reads'.*bytes/s by weight format"):
         Target.from_toml(text)
@@ -547,6 +554,16 @@ def test_doctor(measured: list[int]) -> None:
 def test_doctor_shows_links() -> None:
     report = doctor_module.DoctorReport({}, probe_cpu(), MACHINE, "file.so", "", ())
     assert "links" in str(report)
+
+
+def test_doctor_shows_what_the_engine_chose_from() -> None:
+    speeds = (EngineSpeed(1, 1.25e10, 1e11), EngineSpeed(8, 8.75e10, 7e11))
+    rows = {"amx": {"bf16": 6, "int4p": 7, "q4_k": 7, "int8": NEVER}}
+    target = MACHINE.with_device(replace(CPU, engine=speeds, many_rows=rows))
+    text = str(doctor_module.DoctorReport({}, probe_cpu(), target, "file.so", "", ()))
+    assert re.search(r"\n +8 +87\.5 +700 +chosen\n", text)
+    for shown in (r"amx +6 +bf16", r"amx +7 +int4p, q4_k", r"amx +never +int8"):
+        assert re.search(shown, text)
 
 
 def test_doctor_reports_a_wrong_kernel() -> None:

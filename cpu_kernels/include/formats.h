@@ -49,6 +49,10 @@ struct WeightArg {
   long outer_offset;  // a second table: scales of rows behind factors of groups (int4p); zeros
                       // (int4z)
   long stride;        // bytes between matrices of the stack
+  // Rows from which the kernel works on panels or tiles (integers) or takes bf16 rows; 0 until the
+  // weight joins a plan: the level's default. bf16 rows change bits, so there the plan's shapes
+  // decide, by the tokens of a call with so many rows for each expert.
+  long many_rows, many_tokens;
 };
 
 // Fills the derived fields; returns nullptr or what is wrong.

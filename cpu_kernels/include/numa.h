@@ -17,8 +17,8 @@ struct NodeSlice {
 };
 
 // Node n owns tile groups [groups n / nodes, groups (n + 1) / nodes) of every matrix of the stack,
-// the same share that next_unit_near (plan.h) gives it; what follows the data (scales, padding) is
-// split in the same proportion. Slices are in order and cover the stack.
+// the share whose units its threads take first (kernels/units.h); what follows the data (scales,
+// padding) is split in the same proportion. Slices are in order and cover the stack.
 std::vector<NodeSlice> node_slices(const WeightArg& w, int nodes);
 
 // Binds each slice to memory node numbers[slice.node], and moves pages that lie elsewhere; a page

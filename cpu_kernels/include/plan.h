@@ -78,12 +78,9 @@ struct Ctx {
 };
 
 // Defined in engine.cpp, not inline: see formats.h.
-void barrier(const Ctx& ctx);               // throws when another thread failed
-long next_unit(const Ctx& ctx, int phase);  // 0, 1, 2 ... each number to one thread
-// Units [0, groups * per_group), of which node n owns groups [groups n / nodes, groups (n + 1) /
-// nodes): those of this thread's node first, then of the others; each unit to one thread, -1 when
-// none is left. One phase uses either this or next_unit.
-long next_unit_near(const Ctx& ctx, int phase, long groups, long per_group);
+void barrier(const Ctx& ctx);  // throws when another thread failed
+// 0, 1, 2 ... of a phase's units on a memory node, each number to one thread. See kernels/units.h.
+long next_unit(const Ctx& ctx, int phase, long node = 0);
 void reset_units(const Ctx& ctx, int phase);  // by one thread, between barriers
 void fail(const Ctx& ctx, const char* what,
           long value);  // first message wins; the run raises it at its end
@@ -110,6 +107,7 @@ struct IsaTable {
   const Kernel* kernels;
   int count;
   long (*pack)(const PackJob&);
+  long (*many_rows)(const WeightArg&);  // default of WeightArg::many_rows
 };
 
 const IsaTable& avx2_table();

@@ -12,7 +12,7 @@ namespace ktg {
 
 const IsaTable& amx_table() {
   static constexpr IsaTable table{"amx", amx::kKernels, int(sizeof amx::kKernels / sizeof(Kernel)),
-                                  amx::pack};
+                                  amx::pack, amx::default_many_rows};
   return table;
 }
 

@@ -13,7 +13,7 @@ namespace ktg {
 const IsaTable& amx_emulated_table() {
   static constexpr IsaTable table{"amx_emulated", amx_emulated::kKernels,
                                   int(sizeof amx_emulated::kKernels / sizeof(Kernel)),
-                                  amx_emulated::pack};
+                                  amx_emulated::pack, amx_emulated::default_many_rows};
   return table;
 }
 

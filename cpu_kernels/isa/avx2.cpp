@@ -11,7 +11,8 @@ namespace ktg {
 
 const IsaTable& avx2_table() {
   static constexpr IsaTable table{"avx2", avx2::kKernels,
-                                  int(sizeof avx2::kKernels / sizeof(Kernel)), avx2::pack};
+                                  int(sizeof avx2::kKernels / sizeof(Kernel)), avx2::pack,
+                                  avx2::default_many_rows};
   return table;
 }
 

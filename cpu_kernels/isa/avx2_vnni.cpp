@@ -11,8 +11,8 @@ namespace ktg {
 
 const IsaTable& avx2_vnni_table() {
   static constexpr IsaTable table{"avx2_vnni", avx2_vnni::kKernels,
-                                  int(sizeof avx2_vnni::kKernels / sizeof(Kernel)),
-                                  avx2_vnni::pack};
+                                  int(sizeof avx2_vnni::kKernels / sizeof(Kernel)), avx2_vnni::pack,
+                                  avx2_vnni::default_many_rows};
   return table;
 }
 

@@ -11,7 +11,8 @@ namespace ktg {
 
 const IsaTable& avx512_table() {
   static constexpr IsaTable table{"avx512", avx512::kKernels,
-                                  int(sizeof avx512::kKernels / sizeof(Kernel)), avx512::pack};
+                                  int(sizeof avx512::kKernels / sizeof(Kernel)), avx512::pack,
+                                  avx512::default_many_rows};
   return table;
 }
 

@@ -13,7 +13,7 @@ namespace ktg {
 const IsaTable& avx512_bf16_table() {
   static constexpr IsaTable table{"avx512_bf16", avx512_bf16::kKernels,
                                   int(sizeof avx512_bf16::kKernels / sizeof(Kernel)),
-                                  avx512_bf16::pack};
+                                  avx512_bf16::pack, avx512_bf16::default_many_rows};
   return table;
 }
 

@@ -12,7 +12,7 @@ namespace ktg {
 const IsaTable& avx512_vnni_table() {
   static constexpr IsaTable table{"avx512_vnni", avx512_vnni::kKernels,
                                   int(sizeof avx512_vnni::kKernels / sizeof(Kernel)),
-                                  avx512_vnni::pack};
+                                  avx512_vnni::pack, avx512_vnni::default_many_rows};
   return table;
 }
 

@@ -38,6 +38,10 @@
 
 #include "kernels/int_panel.h"
 
+#include "kernels/many_rows.h"
+
+#include "kernels/units.h"
+
 #include "kernels/int_tiles.h"
 
 #include "kernels/int_weights.h"

@@ -1,6 +1,6 @@
-// bf16 weights times bf16 rows on tile registers, or with vdpbf16ps where a CPU has it and no tiles:
-// C[m][16 n + lane] in f32. The packed blocks are operands as they are: 32 columns a tile, 2 columns
-// a vector. Sums run over kBf16Span columns in the registers, then go on from C.
+// bf16 weights times bf16 rows on tile registers, or with vdpbf16ps where a CPU has it and no
+// tiles: C[m][16 n + lane] in f32. The packed blocks are operands as they are: 32 columns a tile, 2
+// columns a vector. Sums run over kBf16Span columns in the registers, then go on from C.
 #pragma once
 
 namespace ktg {

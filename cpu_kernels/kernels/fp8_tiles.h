@@ -1,5 +1,5 @@
-// fp8 weights times bf16 rows on tile registers or with vdpbf16ps. e4m3 is exact in bf16: a group of columns becomes
-// a bf16 panel, whose sums join C with the group's scale, in group order.
+// fp8 weights times bf16 rows on tile registers or with vdpbf16ps. e4m3 is exact in bf16: a group
+// of columns becomes a bf16 panel, whose sums join C with the group's scale, in group order.
 #pragma once
 
 namespace ktg {

@@ -47,8 +47,16 @@ KTG_IN void sum_pairs(const IntRow& x, long k0, int* pairs) {
 
 KTG_IN int group_sum(const IntRow& x, long k0, long k1) {
   int s = 0;
-  for (long i = k0 / kSumColumns; i < k1 / kSumColumns; ++i) s += x.sum[i];
+  for (long i = k0 / kSumColumns; i < k1 / kSumColumns; ++i) {
+    s += x.sum[i];
+    asm("" : "+r"(s));  // at most 8 of them: a vector loop's head and tail would cost more
+  }
   return s;
+}
+// The same; one number where [k0, k1) is a whole block.
+KTG_IN int span_sum(const IntRow& x, long k0, long k1) {
+  const bool whole = k0 % kActBlock == 0 && k1 - k0 == kActBlock;
+  return whole ? x.block_sum[k0 / kActBlock] : group_sum(x, k0, k1);
 }
 
 // Prefetch distance in each tile's stream of bytes; near its end, where the stream goes on.

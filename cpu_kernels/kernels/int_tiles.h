@@ -6,8 +6,6 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-constexpr long kTileFrom =
-    7;  // rows from which tiles beat dot products, measured (a tile costs 16 rows)
 constexpr size_t kTileSpill = 2 * 32 * 32 * 4;
 
 #ifdef KTG_TILES

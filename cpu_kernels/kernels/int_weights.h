@@ -10,7 +10,6 @@ namespace ktg {
 namespace KTG_ISA {
 namespace {
 
-constexpr long kIntDirectRows = 2 * kIntRows;  // up to here straight from packed bytes
 constexpr size_t kIntPanelBytes = kUnitTiles * kActBlock * 16 * 2;  // split: two parts
 
 template <class Fmt, int M, int N>
@@ -77,43 +76,50 @@ static void int_direct(const Tiles& t, const IntRows& x, long r0, long rows, flo
 }
 
 template <int M, int N>
-KTG_IN void int_panel_dots(const char* data, long tile, const IntRow (&x)[M], long k0, long k1,
-                           I (&acc)[M][N]) {
+KTG_IN void int_panel_dots(const char* data, long tile, const int8_t* const (&x)[M], long k0,
+                           long k1, I (&acc)[M][N]) {
   for (long k = k0; k < k1; k += 4, data += 64) {
     Signed w[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) w[n] = as_signed(load_block(data + n * tile));
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const I xv = four_bytes(x[m].q + k);
+      const I xv = four_bytes(x[m] + k);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[m][n] = dot_signed(acc[m][n], w[n], xv);
     }
   }
 }
 
+// Every loop over sums is unrolled: one that is not would keep them all in memory.
 template <int SCALING, int M, int N>
 static void int_panel_block(const IntPanel& p, const IntRows& rows, long r0, long n0, float* c,
                             long c_row) {
-  IntRow x[M];
+  const int8_t* x[M];
   I acc[M][N], start[M];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    x[m] = row_of(rows, r0 + m);
-    const long end = lmin(p.k1, (p.k0 / kActBlock + 1) * kActBlock);
-    start[m] = dot_start(group_sum(x[m], p.k0, end));
+    const IntRow row = row_of(rows, r0 + m);
+    x[m] = row.q;
+    start[m] = dot_start(span_sum(row, p.k0, lmin(p.k1, (p.k0 / kActBlock + 1) * kActBlock)));
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) acc[m][n] = start[m];
   }
   const char* data = p.data + n0 * p.tile;
   int_panel_dots<M, N>(data, p.tile, x, p.k0, p.k1, acc);
   if constexpr (is_split(SCALING)) {  // that was the high part
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[m][n] = iadd(shift_left(acc[m][n], p.shift), start[m]);
     int_panel_dots<M, N>(data + p.low, p.tile, x, p.k0, p.k1, acc);
   }
+#pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
     const bool scaled = SCALING != ROW_SCALED;
     const F scale = scaled ? load(p.scale + (n0 + n) * 16) : zero();
     const F offset = has_offset(SCALING) ? load(p.offset + (n0 + n) * 16) : zero();
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       float* out = c + m * c_row + (n0 + n) * 16;
       const long row = r0 + m - p.r0;
@@ -228,7 +234,7 @@ static void int_paneled(const Tiles& t, const IntRows& x, long r0, long rows, fl
 template <class Fmt>
 static void int_times(const Tiles& t, const IntRows& x, long r0, long rows, float* c, long c_row,
                       char* scratch) {
-  if (rows <= (kHasTiles && !x.of ? kTileFrom - 1 : kIntDirectRows))
+  if (x.of || rows < t.w->many_rows)
     int_direct<Fmt>(t, x, r0, rows, c, c_row);
   else
     int_paneled<Fmt>(t, x, r0, rows, c, c_row, scratch);

@@ -77,8 +77,9 @@ static void run_linear_units(const Ctx& ctx, const LinearView& v) {
   }
   const long groups = ceil_div(v.w.tiles, kUnitTiles), blocks = ceil_div(tokens, kRowBlock);
   long staged = -1;
-  for (long u; (u = next_unit(ctx, 0)) < heads * groups * blocks;) {
-    const long tile = u % groups * kUnitTiles, h = u / groups % heads, b = u / groups / heads;
+  NearUnits units{ctx, 0, groups, heads * blocks};
+  for (long group, i; units.next(&group, &i);) {
+    const long tile = group * kUnitTiles, h = i % heads, b = i / heads;
     const long t0 = tokens * b / blocks, here = tokens * (b + 1) / blocks - t0;
     if (direct) rows = rows_of_tensor(v, h);
     if (!direct && !own) rows = rows_for(v.w, kind, base + h * head_bytes, tokens, nullptr);

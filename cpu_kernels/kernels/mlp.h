@@ -170,9 +170,8 @@ KTG_IN long inner_width(const Mlp& m, long block) {
 }
 
 static void gate_up_coarse(const Ctx& ctx, const MlpRun& r) {
-  UnitWalk walk{r.p, ceil_div(r.m.inner, kActBlock)};
-  long p0, rows, block;
-  for (long u; walk.find(u = next_unit(ctx, 0), &p0, &rows, &block);) {
+  UnitWalk walk{ctx, 0, r.p, ceil_div(r.m.inner, kActBlock)};
+  for (long p0, rows, block; walk.next(&p0, &rows, &block);) {
     const long first = block * kBlockPairs * 2, end = lmin(first + kBlockPairs * 2, r.m.w13->tiles);
     for (long tile = first; tile < end; tile += kUnitTiles)
       gate_up_tiles(r, r.p.expert[walk.a], p0, rows, tile, lmin(kUnitTiles, end - tile),
@@ -185,8 +184,9 @@ static void gate_up_coarse(const Ctx& ctx, const MlpRun& r) {
 static void gate_up_fine(const Ctx& ctx, const MlpRun& r) {
   const long groups = ceil_div(r.m.w13->tiles, kUnitTiles), blocks = ceil_div(r.m.inner, kActBlock);
   const long pitch = r.s.wide_pitch;
-  for (long u; (u = next_unit(ctx, 0)) < *r.p.active * groups;) {
-    const long a = u / groups, tile = u % groups * kUnitTiles;
+  NearUnits units{ctx, 0, groups, *r.p.active};
+  for (long group, a; units.next(&group, &a);) {
+    const long tile = group * kUnitTiles;
     const long tiles = lmin(kUnitTiles, r.m.w13->tiles - tile);
     const long first = r.p.first[a], end = r.p.first[a + 1], column = tile / 2 * 16;
     for (long p = first; p < end; p += kRowBlock)
@@ -242,8 +242,8 @@ static void down_by_columns(const Ctx& ctx, const MlpRun& r) {
   // Small units when there are few of them per thread.
   const long quads = ceil_div(m.w2->tiles, kUnitTiles);
   const long span = quads >= 8 * ctx.threads ? kUnitTiles : quads >= 2 * ctx.threads ? 2 : 1;
-  const long units = ceil_div(m.w2->tiles, span);
-  for (long u; (u = next_unit(ctx, 1)) < units;) {
+  NearUnits units{ctx, 1, ceil_div(m.w2->tiles, span), 1};
+  for (long u, one; units.next(&u, &one);) {
     const long tile = u * span, tiles = lmin(span, m.w2->tiles - tile);
     const long n = lmin(tiles * 16, m.w2->rows - tile * 16);
     for (long a = 0; a < *r.p.active; ++a) {
@@ -263,9 +263,8 @@ static void down_by_columns(const Ctx& ctx, const MlpRun& r) {
 
 // Output tiles [tile0, tile1) of every pair into s.parts.
 static void down_parts(const Ctx& ctx, const MlpRun& r, long tile0, long tile1, int phase) {
-  UnitWalk walk{r.p, ceil_div(tile1 - tile0, kDownTiles)};
-  long p0, rows, piece;
-  for (long u; walk.find(u = next_unit(ctx, phase), &p0, &rows, &piece);) {
+  UnitWalk walk{ctx, phase, r.p, ceil_div(tile1 - tile0, kDownTiles)};
+  for (long p0, rows, piece; walk.next(&p0, &rows, &piece);) {
     const long first = tile0 + piece * kDownTiles, end = lmin(first + kDownTiles, tile1);
     const long expert = r.p.expert[walk.a];
     for (long tile = first; tile < end; tile += kUnitTiles) {
@@ -288,7 +287,7 @@ static void down_by_expert(const Ctx& ctx, const MlpRun& r) {
     down_parts(ctx, r, tile0, tile1, 1 + pass % 2);
     barrier(ctx);
     if (ctx.tid == 0)  // nobody takes from it before the next barrier
-      __atomic_store_n(ctx.counters + (1 + pass % 2) * 16, 0u, __ATOMIC_RELAXED);
+      reset_units(ctx, 1 + pass % 2);
     const Range range = my_range(ctx, r.tokens);
     for (long t = range.begin; t < range.end; ++t)
       merge_token(r, t, tile0, tile1 - tile0, r.s.parts, r.s.parts_pitch);
@@ -302,8 +301,7 @@ static void run_slice(const Ctx& ctx, MlpRun& r, bool first) {
     if (!m.few) sort_pairs(ctx, m, r.p, r.t0, r.tokens, r.l.next);
     if (!m.coarse)
       __builtin_memset(r.s.done, 0, size_t(*r.p.active * ceil_div(m.inner, kActBlock)) * 4);
-    for (int p = 0; !first && p < 2; ++p)
-      __atomic_store_n(ctx.counters + p * 16, 0u, __ATOMIC_RELAXED);
+    for (int p = 0; !first && p < 2; ++p) reset_units(ctx, p);
   }
   if (!m.few) barrier(ctx);
   const long blocks = row_blocks(r.x);

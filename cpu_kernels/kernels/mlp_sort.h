@@ -79,15 +79,29 @@ static void sort_pairs(const Ctx& ctx, const Mlp& m, const Pairs& p, long t0, lo
     }
 }
 
-// Walks work units (expert, block of rows, piece of the matrix) in order; a thread's unit numbers
-// only grow.
+// Walks work units (expert, block of rows, piece of the matrix) in order, those of the thread's own
+// memory node first; within a node a thread's unit numbers only grow.
 struct UnitWalk {
+  const Ctx& ctx;
+  int phase;
   const Pairs& p;
   long pieces;  // per expert and row block
-  long a = 0, before = 0;
+  long turn = 0, a = 0, before = 0;
 
-  // False past the last unit; else the expert, its rows [p0, p0 + rows) and the piece.
-  bool find(long unit, long* p0, long* rows, long* piece) {
+  // False past the last unit; else the expert `a`, its rows [p0, p0 + rows) and the piece.
+  bool next(long* p0, long* rows, long* piece) {
+    for (; turn < ctx.nodes; ++turn, a = before = 0) {
+      const NodeShare share = node_share(ctx, turn, pieces);
+      const long unit = next_unit(ctx, phase, share.node);
+      if (!find(unit, share.count, p0, rows, piece)) continue;
+      *piece += share.begin;
+      return true;
+    }
+    return false;
+  }
+
+  // The same for a number among the units of `pieces` pieces.
+  bool find(long unit, long pieces, long* p0, long* rows, long* piece) {
     for (; a < *p.active; ++a) {
       const long blocks = ceil_div(p.first[a + 1] - p.first[a], kRowBlock);
       if (unit < before + blocks * pieces) {

@@ -8,6 +8,8 @@ namespace {
 
 constexpr float kDivisors[16] = {-8, -7.5f, -8.5f, -7, -9, -6.5f, -9.5f, -10,
                                  7,  7.5f,  6.5f,  8,  6,  8.5f,  9,     9.5f};
+constexpr int kRowScales = 7;  // candidates for an int4p row: its largest group gets about 11..15
+constexpr float kRowDivisors[kRowScales] = {105, 112, 98, 119, 91, 126, 84};
 
 // Columns as vectors of 16 rows: cols[k][16]. Missing rows and columns are 0.
 static long load_columns(const PackJob& job, const long (&rows)[16], float* cols) {
@@ -105,69 +107,95 @@ static void pack_int4(const float* cols, const WeightArg& w, char* dst, u16* sca
   }
 }
 
-// int4p: q and the code of factor and offset for one group, given the rows' scale.
+// int4p, one group of 16 rows: the largest magnitudes, and the integers' bounds: -8..7 where the
+// largest element is negative or all are 0, else -7..8.
 struct Int4pGroup {
-  F factor, offset;  // 0..15, and 8 or 7
+  F peak, low, high;
 };
 
-KTG_IN F int4p_round(F x, F inverse, F offset) {
-  const F low = sub(zero(), offset), high = sub(set1(15.0f), offset);
-  return round(min(max(mul(x, inverse), low), high));
+static Int4pGroup int4p_group(const float* cols, long n) {
+  F peak = zero(), at_peak = zero();
+  for (long k = 0; k < n; ++k) {
+    const F v = load(cols + k * 16), a = abs(v);
+    const Mask more = less(peak, a);
+    peak = select(more, a, peak), at_peak = select(more, v, at_peak);
+  }
+  const F low = select(less(zero(), at_peak), set1(-7.0f), set1(-8.0f));
+  return {peak, low, add(low, set1(15.0f))};
 }
 
-// The pair of least squared error among factors near peak / 7.5 and both offsets.
-static Int4pGroup best_int4p(const float* cols, long n, F scale) {
-  F peak = zero();
-  for (long k = 0; k < n; ++k) peak = max(peak, abs(load(cols + k * 16)));
-  const F guess = round(mul(peak, inverse_or_zero(mul(set1(7.5f), scale))));
-  Int4pGroup best{zero(), set1(8.0f)};
-  F least = zero();
-  constexpr float steps[5] = {0, -1, 1, -2, 2};
-  for (int c = 0; c < 10; c += 2) {  // both offsets side by side
-    F factor = max(set1(1.0f), min(set1(15.0f), add(guess, set1(steps[c / 2]))));
-    factor = select(equal(peak, zero()), zero(), factor);
-    const F s = mul(factor, scale), inv = inverse_or_zero(s);
-    F error[2] = {zero(), zero()};
-    for (long k = 0; k < n; ++k) {
-      const F v = load(cols + k * 16);
-      for (int i = 0; i < 2; ++i) {
-        const F e = sub(v, mul(int4p_round(v, inv, set1(8.0f - i)), s));
-        error[i] = add(error[i], mul(e, e));
-      }
+KTG_IN F int4p_round(F x, F inverse, const Int4pGroup& g) {
+  return round(min(max(mul(x, inverse), g.low), g.high));
+}
+
+struct Int4pFactor {
+  F factor, error;
+};
+
+// The factor of least squared error among those near peak / 7.5, given the rows' scale.
+static Int4pFactor best_int4p_factor(const float* cols, long n, const Int4pGroup& g, F scale) {
+  constexpr float steps[4] = {0, -1, -2, 1};
+  const F guess = round(mul(g.peak, inverse_or_zero(mul(set1(7.5f), scale))));
+  F factor[4], s[4], inv[4], error[4];  // side by side they hide the latency of each sum
+  for (int i = 0; i < 4; ++i) {
+    factor[i] = max(set1(1.0f), min(set1(15.0f), add(guess, set1(steps[i]))));
+    factor[i] = select(equal(g.peak, zero()), zero(), factor[i]);
+    s[i] = mul(factor[i], scale), inv[i] = inverse_or_zero(s[i]), error[i] = zero();
+  }
+  for (long k = 0; k < n; ++k) {
+    const F v = load(cols + k * 16);
+    for (int i = 0; i < 4; ++i) {
+      const F e = sub(v, mul(int4p_round(v, inv[i], g), s[i]));
+      error[i] = add(error[i], mul(e, e));
     }
-    for (int i = 0; i < 2; ++i) {
-      const bool first = c + i == 0;
-      const Mask better = less(error[i], least);
-      best.factor = first ? factor : select(better, factor, best.factor);
-      best.offset = first ? set1(8.0f) : select(better, set1(8.0f - i), best.offset);
-      least = first ? error[i] : select(better, error[i], least);
-    }
+  }
+  Int4pFactor best{factor[0], error[0]};
+  for (int i = 1; i < 4; ++i) {
+    const Mask better = less(error[i], best.error);
+    best.factor = select(better, factor[i], best.factor);
+    best.error = select(better, error[i], best.error);
+  }
+  return best;
+}
+
+// The rows' scale of least squared error among max|row| / kRowDivisors.
+static F best_int4p_scale(const float* cols, const WeightArg& w) {
+  F scale[kRowScales], error[kRowScales];
+  const F top = peak_of(cols, w.kpad);
+  for (int i = 0; i < kRowScales; ++i)
+    scale[i] = div(top, set1(kRowDivisors[i])), error[i] = zero();
+  for (long g = 0; g < w.groups; ++g) {
+    const float* at = cols + g * w.group * 16;
+    const long n = lmin(w.group, w.kpad - g * w.group);
+    const Int4pGroup group = int4p_group(at, n);
+    for (int i = 0; i < kRowScales; ++i)
+      error[i] = add(error[i], best_int4p_factor(at, n, group, scale[i]).error);
+  }
+  F best = scale[0], least = error[0];
+  for (int i = 1; i < kRowScales; ++i) {
+    const Mask better = less(error[i], least);
+    best = select(better, scale[i], best), least = select(better, error[i], least);
   }
   return best;
 }
 
 static void pack_int4p(const float* cols, const WeightArg& w, char* dst, uint8_t* codes,
                        float* row_scales) {
-  F top = zero();
-  for (long k = 0; k < w.kpad; ++k) top = max(top, abs(load(cols + k * 16)));
-  const F scale = div(top, set1(105.0f));  // the largest group gets the factor 14
+  const F scale = best_int4p_scale(cols, w);
   store(row_scales, scale);
   for (long g = 0; g < w.groups; ++g) {
     const long k0 = g * w.group, n = lmin(w.group, w.kpad - k0);
-    const Int4pGroup best = best_int4p(cols + k0 * 16, n, scale);
-    const F inv = inverse_or_zero(mul(best.factor, scale));
-    const F flag = mul(sub(set1(8.0f), best.offset), set1(128.0f));
+    const Int4pGroup group = int4p_group(cols + k0 * 16, n);
+    const F factor = best_int4p_factor(cols + k0 * 16, n, group, scale).factor;
+    const F inv = inverse_or_zero(mul(factor, scale)), offset = sub(zero(), group.low);
     float code[16];
-    store(code, add(best.factor, flag));
+    store(code, add(factor, mul(sub(set1(8.0f), offset), set1(128.0f))));
     for (int r = 0; r < 16; ++r) codes[g * 16 + r] = uint8_t(code[r]);
     for (long k = k0; k < k0 + n; k += 8) {
-      I word = to_int(zero());
-      for (int i = 0; i < 8; ++i) {
-        const F q = int4p_round(load(cols + (k + i) * 16), inv, best.offset);
-        word =
-            bits_or(word, shift_left(to_int(add(q, best.offset)), i < 4 ? 8 * i : 8 * (i - 4) + 4));
-      }
-      store_block(dst + k / 8 * kBlockBytes, word);
+      F q[8];
+      for (int i = 0; i < 8; ++i)
+        q[i] = add(int4p_round(load(cols + (k + i) * 16), inv, group), offset);
+      store_nibbles(dst + k / 8 * kBlockBytes, q);
     }
   }
 }

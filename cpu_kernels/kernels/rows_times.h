@@ -7,15 +7,15 @@ namespace KTG_ISA {
 namespace {
 
 constexpr long kRowSlack = 32;  // rows that tile kernels may read and write beyond
-constexpr long kFewTokens = 8;  // up to here bf16 and fp8 weights meet f32 rows; no row is copied
+constexpr long kFewTokens = 8;  // up to here bf16 and fp8 weights meet f32 rows; experts copy none
 constexpr long kCRow = kUnitTiles * 16;
 constexpr size_t kTimesBytes = kPanelBytes > sizeof(IntScratch) ? kPanelBytes : sizeof(IntScratch);
 constexpr size_t kCBytes = (kRowBlock + kRowSlack) * kCRow * 4;
 
 KTG_IN int rows_kind(const WeightArg& w, long tokens) {
   if (w.activations == ACTS_INT8) return ACTS_INT8;
-  const bool as_bf16 = kHasBf16Products && w.activations == ACTS_BF16 && tokens > kFewTokens;
-  return as_bf16 ? ACTS_BF16 : ACTS_F32;
+  const bool many = tokens > kFewTokens && tokens >= w.many_tokens;
+  return kHasBf16Products && w.activations == ACTS_BF16 && many ? ACTS_BF16 : ACTS_F32;
 }
 
 // `count` records, and for int8 their scales once more by block: what tile kernels read in a row.

@@ -117,8 +117,8 @@ KTG_IN F fp8_column(I w) {
 #ifdef KTG_BF16_DOTS
 // sums + the two products of each lane's bf16 values with the pair x; denormals count as 0.
 KTG_IN F dot_bf16(F sums, I w, int x) {
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(w),
-                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(x)));
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(w), "v"(_mm512_set1_epi32(x)));
+  return sums;
 }
 #endif
 
@@ -200,7 +200,8 @@ KTG_IN I lookup_bytes(const int8_t* table, I v) {  // every byte 0..15
 }
 KTG_IN I dot_pairs(I acc, I a, I b) {  // two products of 16 bits in a lane
 #ifdef __AVX512VNNI__
-  return _mm512_dpwssd_epi32(acc, a, b);
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
 #else
   return iadd(acc, _mm512_madd_epi16(a, b));
 #endif
@@ -212,8 +213,12 @@ KTG_IN I dot_pairs(I acc, I a, I b) {  // two products of 16 bits in a lane
 using Signed = I;
 KTG_IN Signed as_signed(I w) { return _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80))); }
 KTG_IN I dot_start(int row_sum) { return iset1(-128 * row_sum); }
-KTG_IN I dot_signed(I acc, Signed w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
-KTG_IN I dot_nibbles(I acc, I u, I x) { return _mm512_dpbusd_epi32(acc, u, x); }
+// Inline assembly: gcc 12 copies the sums of the intrinsic around, through memory in large blocks.
+KTG_IN I dot_nibbles(I acc, I u, I x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(x));
+  return acc;
+}
+KTG_IN I dot_signed(I acc, Signed w, I x) { return dot_nibbles(acc, w, x); }
 #else
 // |w| times x with w's sign: pairs stay below 2^15 (bytes of x are at most 127 in magnitude).
 struct Signed {

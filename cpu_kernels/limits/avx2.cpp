@@ -33,6 +33,8 @@ double f32(long rounds) {
   constexpr int kChains = 12;  // 2 units x 4 to 5 cycles, and the two operands still fit
   __m256 acc[kChains] = {};
   __m256 a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(1.0f);
+#pragma GCC unroll 12
+  for (int j = 0; j < kChains; ++j) __asm__ volatile("" : "+x"(acc[j]));  // none known to be equal
   for (long i = 0; i < rounds; ++i) {
     __asm__ volatile("" : "+x"(a), "+x"(b));
 #pragma GCC unroll 12

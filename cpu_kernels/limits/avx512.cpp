@@ -32,6 +32,8 @@ double f32(long rounds) {
   constexpr int kChains = 16;
   __m512 acc[kChains] = {};
   __m512 a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(1.0f);
+#pragma GCC unroll 16
+  for (int j = 0; j < kChains; ++j) __asm__ volatile("" : "+v"(acc[j]));  // none known to be equal
   for (long i = 0; i < rounds; ++i) {
     __asm__ volatile("" : "+v"(a), "+v"(b));
 #pragma GCC unroll 16

@@ -10,11 +10,12 @@ double bf16(long rounds) {
   constexpr int kChains = 16;
   __m512 acc[kChains] = {};
   __m512i ones = _mm512_set1_epi16(0x3f80);  // 1.0 in bf16
+#pragma GCC unroll 16
+  for (int j = 0; j < kChains; ++j) __asm__ volatile("" : "+v"(acc[j]));  // none known to be equal
   for (long i = 0; i < rounds; ++i) {
     __asm__ volatile("" : "+v"(ones));
-    const __m512bh a = reinterpret_cast<__m512bh>(ones);
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) acc[j] = _mm512_dpbf16_ps(acc[j], a, a);
+    for (int j = 0; j < kChains; ++j) __asm__("vdpbf16ps %1, %1, %0" : "+v"(acc[j]) : "v"(ones));
   }
 #pragma GCC unroll 16
   for (int j = 0; j < kChains; ++j) __asm__ volatile("" ::"v"(acc[j]));

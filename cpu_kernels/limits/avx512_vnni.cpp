@@ -10,10 +10,13 @@ double int8(long rounds) {
   constexpr int kChains = 16;
   __m512i acc[kChains] = {};
   __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-2);
+#pragma GCC unroll 16
+  for (int j = 0; j < kChains; ++j) __asm__ volatile("" : "+v"(acc[j]));  // none known to be equal
   for (long i = 0; i < rounds; ++i) {
     __asm__ volatile("" : "+v"(a), "+v"(b));
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) acc[j] = _mm512_dpbusd_epi32(acc[j], a, b);
+    for (int j = 0; j < kChains; ++j)
+      __asm__("vpdpbusd %2, %1, %0" : "+v"(acc[j]) : "v"(a), "v"(b));
   }
 #pragma GCC unroll 16
   for (int j = 0; j < kChains; ++j) __asm__ volatile("" ::"v"(acc[j]));

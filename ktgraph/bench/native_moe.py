@@ -14,6 +14,8 @@ from ktgraph.bench.shapes import Shape, WeightFormat
 from ktgraph.bench.source import Batch, Source
 from ktgraph.bench.subject import CannotRunError
 from ktgraph.cpu_kernels import load_native
+from ktgraph.target import host_target
+from ktgraph.target.many_rows import format_key
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class NativeStack:
     ) -> None:
         self.engine = engine
         self._specs = specs
+        self._many_rows = _many_rows(engine.isa, specs[0].format)
         first = [_pack(specs[0], source), _pack(specs[1], source)]
         self._data = [first] + [[_copy(d, s) for d, s in zip(first, specs, strict=True)]
                                 for _ in range(layers - 1)]  # fmt: skip
@@ -78,7 +81,7 @@ class NativeStack:
         native = load_native()
         return [
             native.Weight(s.format.name, s.rows, s.cols, s.count, s.format.group, s.gate_up,
-                          d.ctypes.data, d.size, _rows(s.format))
+                          d.ctypes.data, d.size, _rows(s.format), self._many_rows)
             for s, d in zip(self._specs, self._data[layer], strict=True)
         ]  # fmt: skip
 
@@ -126,6 +129,11 @@ class NativeRunner:
 
     def output(self) -> Tensor:
         return self._y
+
+
+def _many_rows(level: str, fmt: WeightFormat) -> int:
+    """The measured row count that a compiled model would have too; 0: the level's constant."""
+    return host_target().cpu.many_rows_at(level).get(format_key(fmt.name, fmt.group), 0)
 
 
 def _rows(format: WeightFormat) -> str:

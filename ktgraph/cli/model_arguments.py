@@ -95,10 +95,12 @@ def say(text: str) -> None:
 def lower_model(args: argparse.Namespace) -> Lowered:
     """Trace and lower args.model."""
     from ktgraph.api import compute_dtype, trace
+    from ktgraph.compile_options import check_options
     from ktgraph.target import resolve_target, with_gpu_memory
 
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    check_options(options)
     target = with_gpu_memory(resolve_target(args.target), args.gpu_memory)
     dtype = compute_dtype(args.dtype, target)
     traced = trace(args.model, dtype=dtype, tokenizer=args.tokenizer)
-    options = {name: getattr(args, name) for name in _OPTIONS}
     return traced.lower(target, args.pipeline, validate=args.validate, dump=args.dump, **options)

@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     say(f"writes {round_size(nbytes)}, packing takes about {round_size(packing)} of memory")
     say(f"to run it {lowered.memory_need().summary()}")
     began = time.perf_counter()
-    folder = write_folder(lowered, args.output, overwrite=args.overwrite)
+    folder = write_folder(lowered, args.output, overwrite=args.overwrite, say=say)
     say(f"packed {round_size(nbytes)} in {time.perf_counter() - began:.1f} s: {folder / PLAN}")
     print(args.output)
     return 0

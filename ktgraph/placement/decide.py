@@ -33,6 +33,7 @@ from ktgraph.placement.hot import (
 )
 from ktgraph.placement.hot_runs import all_hot, hot_runs, may_be_hot, split_values
 from ktgraph.placement.lanes import op_workspace
+from ktgraph.placement.late import mark_late
 from ktgraph.placement.partition import (
     Budget,
     Cell,
@@ -108,6 +109,7 @@ def decide(module: Module, target: Target, settings: Settings) -> Decision:
     encodings = planned_encodings(module, settings)
     by_rule = rule_encodings(module, settings.rules)
     regions = regions_of(module, machine, calls, encodings, by_rule)
+    mark_late(regions, settings.options.defer)
     check_popularity(module, regions, settings.popularity)
     held = _held_rules(module, machine, settings, regions)
     attempt = partial(_decide_by, module, machine, settings, regions, calls, encodings)

@@ -14,7 +14,7 @@ from ktgraph.cost import Call, Encodings, OpCost, op_cost, operand_nbytes, type_
 from ktgraph.ir.graph import Block, Function, Module, Op, Value, WeightRef
 from ktgraph.ir.types import Encoding, StateType, TensorType
 from ktgraph.ops.registry import op_def
-from ktgraph.placement.schedule import Task
+from ktgraph.placement.schedule import Task, list_schedule
 from ktgraph.runtime.weight_forms import is_cpu, kernel_reads
 from ktgraph.runtime.weight_views import VIEWS
 from ktgraph.target import Target
@@ -72,6 +72,7 @@ class Site:
     matrices: frozenset[str] = frozenset()  # its weights of two or more axes, by name
     # bytes on the host of weights that must lie dense on one of both devices (`dequantize`)
     on_host: Mapping[str, float] = field(default_factory=dict[str, float])
+    late: float = 0.0  # share of its work that is not waited for, where the host computes it
 
     @property
     def is_experts(self) -> bool:
@@ -254,10 +255,20 @@ def is_light(site: Site) -> bool:
 # -- tasks of a region under an assignment ---------------------------------------------------------
 @dataclass
 class RegionTasks:
-    """Tasks of one execution of a region, and the task of each site."""
+    """Tasks of one execution of a region, and the task of each site.
+
+    late: seconds that the host works behind the next execution's tasks (expert-deferral).
+    """
 
     tasks: list[Task] = field(default_factory=list[Task])
     of_site: dict[int, int] = field(default_factory=dict[int, int])
+    late: float = 0.0
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of one execution of many: late work delays them only once the host is busy."""
+        host = sum(t.seconds for t in self.tasks if t.lane == CPU)
+        return max(list_schedule(self.tasks).makespan, host + self.late if self.late else 0.0)
 
 
 def region_tasks(
@@ -321,7 +332,10 @@ class _Builder:
         if device == CPU != self.machine.home and not (site.is_experts or site.is_view):
             seconds += HOST_TURN
         share = self.shares.get(site.number, 0.0) if device == CPU else 0.0
-        number = self._add(_name(site.op), device, seconds * (1.0 - share), after)
+        late = site.late if device == CPU else 0.0
+        seconds *= 1.0 - share
+        self.out.late += seconds * late
+        number = self._add(_name(site.op), device, seconds * (1.0 - late), after)
         self.out.of_site[site.number] = number
         for result in site.op.results:
             self.at[result], self.made[result] = device, number

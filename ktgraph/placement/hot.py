@@ -21,7 +21,13 @@ from ktgraph.ir.graph import Function, Module, Op, Recipe, Value, Weight, Weight
 from ktgraph.ir.types import TensorType
 from ktgraph.ops import build
 from ktgraph.placement.graph import HOT, Region, Site
-from ktgraph.placement.popularity import Popularity, original, router_name, weight_name
+from ktgraph.placement.popularity import (
+    Popularity,
+    PopularityError,
+    original,
+    router_name,
+    weight_name,
+)
 from ktgraph.placement.rules import Rule, RuleError
 from ktgraph.rewrite import derived_weight, reference
 from ktgraph.target.description import round_size
@@ -89,6 +95,10 @@ def check_popularity(
     """Raises PopularityError where a profile lacks one of the module's routers."""
     if popularity is None:
         return
+    if not any(s.op.name == "moe.route" for r in regions for s in r.sites):
+        raise PopularityError(
+            f"popularity={popularity.path}: @{module.name} has no routed experts; leave it out"
+        )
     for region in regions:
         for site in (s for s in region.sites if s.op.name == "moe.route"):
             experts = module.weight_of(site.op.weight(1)).type.dims[0].at(region.sizes)

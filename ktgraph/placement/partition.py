@@ -23,7 +23,6 @@ from ktgraph.placement.graph import (
     is_light,
     region_tasks,
 )
-from ktgraph.placement.schedule import list_schedule
 
 Key = tuple[int, int]  # region number, site number
 Config = frozenset[int]  # numbers of the units that lie on the host
@@ -182,8 +181,7 @@ class Pricer:
         return self._kept[key]
 
     def makespan(self, region: Region, assign: Assign, shares: Shares | None = None) -> float:
-        tasks = region_tasks(region, self.machine, assign, self.state, shares).tasks
-        return list_schedule(tasks).makespan
+        return region_tasks(region, self.machine, assign, self.state, shares).makespan
 
     def _best(self, cell: Cell, region: Region, config: Config) -> tuple[Assign, float]:
         base = self.heavy(cell, region, config)

@@ -16,7 +16,7 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.ir.graph import Module, Op, WeightRef
 
 _FORMAT = "ktgraph.popularity 1"
-SAME_EXPERTS = ("identity", "quantize", "pack")  # recipes that keep a stack's experts
+SAME_EXPERTS = ("identity", "quantize", "pack", "dequantize")  # recipes that keep a stack's experts
 
 
 class PopularityError(UnsupportedInputError):
@@ -43,12 +43,14 @@ class Popularity:
     @staticmethod
     def load(path: str | Path) -> Popularity:
         """Read a file; raises PopularityError."""
+        given: Any = None
         try:
-            given: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise PopularityError(f"popularity file {path}: {reason}") from None
-        fault = _fault(given)
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            fault = _fault(given)
+        except OSError as error:
+            fault = error.strerror or str(error)
+        except ValueError as error:  # no text, or no JSON
+            fault = f"it is no popularity profile ({error})"
         if fault:
             raise PopularityError(
                 f"popularity file {path}: {fault}; `ktgraph profile MODEL prompts.txt -o FILE` "
@@ -75,7 +77,8 @@ class Popularity:
         has = f"{len(found)} experts there" if found is not None else "no such router"
         raise PopularityError(
             f"{self.path} was made with another model ({self.model}): @{router} chooses among "
-            f"{experts} experts here, and the profile has {has}. Make one with `ktgraph profile`"
+            f"{experts} experts here, and the profile has {has}; `ktgraph profile MODEL "
+            "prompts.txt -o FILE` makes one for this model"
         )
 
 

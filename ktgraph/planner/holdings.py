@@ -54,11 +54,11 @@ class _Weight:
 
 def holdings(plan: Plan) -> list[Holding]:
     """Every class of weights of a plan, largest classes of the model's body first."""
-    loaded = {u.key for u in plan.loaded()}
+    held = {u.key for u in plan.held()}
     found: dict[str, _Weight] = {}
     for phase in plan.phases:
         for step, use, where in _uses(plan, phase):
-            weight = found.setdefault(use.key, _weight(plan.module, step, use, loaded))
+            weight = found.setdefault(use.key, _weight(plan.module, step, use, held))
             weight.runs[phase.name] = where
     groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[_Weight]] = {}
     for weight in found.values():
@@ -81,8 +81,8 @@ def _uses(plan: Plan, phase: PhasePlan) -> Iterator[tuple[FlatOp, WeightUse, str
                 yield step, operand, where
 
 
-def _weight(module: Module, step: FlatOp, use: WeightUse, loaded: set[str]) -> _Weight:
-    nbytes = use_nbytes(use) if use.key in loaded else 0  # views of others take nothing
+def _weight(module: Module, step: FlatOp, use: WeightUse, held: set[str]) -> _Weight:
+    nbytes = use_nbytes(use) if use.key in held else 0  # views of others take nothing
     tile = Tile.of(use.type.encoding)
     encoding = str(use.type.encoding or use.type.dtype)
     if tile is not None:

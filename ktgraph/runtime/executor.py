@@ -13,14 +13,14 @@ import torch
 
 from ktgraph.ir.dims import Dim
 from ktgraph.ir.interp import evaluate_attr
-from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.batch import Batch
-from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
+from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.flat import Slot, View
-from ktgraph.runtime.kernels_cpu import engine_kernel
-from ktgraph.runtime.native import Addresses, native_operand, native_state
+from ktgraph.runtime.native_binding import NativeBinding, start_engine
 from ktgraph.runtime.operands import (
     BatchUse,
     Instruction,
@@ -41,10 +41,6 @@ from ktgraph.runtime.plan import (
 )
 from ktgraph.runtime.router_counts import RouterCounts, is_route
 from ktgraph.runtime.steps import StepArrays
-
-
-class ExecutionError(RuntimeError):
-    """An op failed while a plan ran; the message names its line in the IR."""
 
 
 @dataclass
@@ -95,6 +91,7 @@ class Executor:
         self.trace: list[TraceEvent] | None = None  # a list here makes runs timed
         needs_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if needs_native else None
+        self.binding = NativeBinding(self.engine, self.arena, weights, self.states, shape)
         self._phases = {p.name: _BoundPhase(self, p, p.segments) for p in plan.phases}
         self._ports: dict[str, _Port] = {}  # of phases of a causal language model
         windows = (0, *(w for w, _ in shape.windows))
@@ -184,33 +181,6 @@ class Executor:
         at = storage.storage_offset() + view.offset.at(sizes)
         return storage.as_strided(_at(view.dims, sizes), _at(view.strides, sizes), at)
 
-    def addresses(self, phase: PhasePlan) -> Addresses:
-        """Where the operands of a phase lie."""
-        base = self.arena.data_ptr()
-        return Addresses(
-            lambda root: base + phase.arena.offset(root),
-            self.weights.native,
-            lambda use: self._native_state(phase, use),
-        )
-
-    def _native_state(self, phase: PhasePlan, use: StateUse) -> Any:
-        type = use.slot.type
-        assert isinstance(type, StateType)
-        parts = self.state(phase, use).parts
-        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
-        return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
-
-    def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
-        """The cache that a state argument of the phase stands for."""
-        return self.states[argument_slots(phase)[1].index(use.argument)]
-
-
-def start_engine(threads: int) -> Any:
-    """The CPU engine; its threads live as long as it does."""
-    from ktgraph.cpu_kernels import load_native
-
-    return load_native().Engine(threads)
-
 
 def _at(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
     return [d.at(sizes) for d in dims]
@@ -261,7 +231,7 @@ class _BoundPhase:
     def _bind(self, number: int, part: tuple[Instruction, ...]) -> Segment:
         if not part[0].is_native:
             return self._python_call(part[0])
-        plan = self._native_plan(part)
+        plan = self.executor.binding.plan(self.phase, part)
         self._native[number] = plan
         start = plan.run
         window = _window(part)
@@ -274,20 +244,6 @@ class _BoundPhase:
     @property
     def native_plans(self) -> list[Any]:
         return list(self._native.values())
-
-    def _native_plan(self, part: Sequence[Instruction]) -> Any:
-        from ktgraph.cpu_kernels import load_native
-
-        sizes = self.phase.arena.sizes
-        at = self.executor.addresses(self.phase)
-        plan = load_native().Plan(self.executor.engine, sizes.tokens, sizes.rows)
-        for item in part:
-            operands = [native_operand(o, at) for o in item.operands]
-            try:
-                plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
-            except ValueError as error:
-                raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
-        return plan
 
     def _python_call(self, item: Instruction) -> Segment:
         """The op's reference, or a launcher with the reference's signature."""
@@ -322,7 +278,7 @@ class _BoundPhase:
         if isinstance(ref, WeightUse):
             return self.executor.weights.value(ref)
         if isinstance(ref, StateUse):
-            return self.executor.state(self.phase, ref)
+            return self.executor.binding.state(self.phase, ref)
         assert isinstance(ref, BatchUse)
         return call.batch(ref.window)
 
@@ -416,5 +372,4 @@ __all__ = [
     "TraceEvent",
     "chrome_trace",
     "logits_as_f32",
-    "start_engine",
 ]

@@ -15,6 +15,7 @@ from ktgraph.runtime.native import CallBounds, NativeOperandError, Trial
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import PhasePlan, Plan, PlanError, op_line
+from ktgraph.runtime.reference_memory import fallback_nbytes
 from ktgraph.target.description import round_size
 
 _HEADROOM = 0.95  # share of the available memory that may be used
@@ -72,7 +73,7 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
     """What the plan takes with a cache of this shape; raises PlanError when it cannot run."""
     kv = cache.sequence_rows
     terms = [
-        *_weight_terms(plan.loaded()),
+        *_weight_terms(plan.held()),
         *_cache_terms(plan, cache),
         *(
             Term("activations", f"arena for {_tokens(plan)} tokens a call", nbytes, device)
@@ -85,6 +86,9 @@ def memory_need(plan: Plan, cache: CacheShape, threads: int) -> MemoryNeed:
             _scratch(plan, threads, kv),
         ),
     ]
+    fallbacks = fallback_nbytes(plan, kv)
+    if fallbacks:
+        terms.append(Term("workspace", "ops on their torch reference (a bound)", fallbacks))
     streams = BUFFERS * buffer_nbytes(plan)
     if streams:
         what = "buffers of streamed weights"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ktgraph.cpu_kernels import load_native
+from ktgraph.cpu_kernels import NativeMissingError, load_native
 from ktgraph.ir.types import StateType
 from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.operands import (
@@ -56,8 +56,9 @@ def native_weight(use: WeightUse, data: int, nbytes: int) -> Any:
     tile, shape = use.tile, [d.const() for d in use.type.dims]
     count = prod(shape[:-2])
     return load_native().Weight(
-        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes, tile.rows
-    )
+        tile.format, shape[-2], shape[-1], count, tile.group, tile.gate_up, data, nbytes, tile.rows,
+        use.many_rows,
+    )  # fmt: skip
 
 
 def packed_nbytes(use: WeightUse) -> int:
@@ -93,6 +94,14 @@ def native_state(
         raise NativeOperandError(f"{type}: the parts differ in dtype")
     rows = [prod(d.const() for d in p.dims[1:]) for p in type.parts]
     return load_native().State(dtypes.pop(), layers, pages, page_size, rows, list(parts))
+
+
+def engine_level() -> str:
+    """The instruction set whose kernels the engine runs; empty where no engine is built."""
+    try:
+        return str(load_native().isa_info()["chosen"])
+    except NativeMissingError:
+        return ""
 
 
 # -- a trial run of Plan.add: what the engine would say, and what it would take -------------------
@@ -170,6 +179,7 @@ __all__ = [
     "NativeOperandError",
     "Trial",
     "dense_dtype",
+    "engine_level",
     "native_dense",
     "native_operand",
     "native_state",

@@ -13,6 +13,7 @@ from ktgraph.ir.types import DTYPES, BatchType, TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.runtime.cache import window_of
 from ktgraph.runtime.flat import FlatOp, FlatWeight, Layouts, Slot, View
+from ktgraph.runtime.many_rows import tile_rows
 from ktgraph.weights.encodings import Tile
 
 # tile: packed bytes; stored: dense, as its encoding says; f32: dense f32; value: dense in the
@@ -31,6 +32,7 @@ class WeightUse:
     form: WeightForm
     type: TensorType
     device: str = "cpu"  # where the instruction that reads it runs
+    many_rows: int = 0  # of a packed one (ktgraph/runtime/many_rows.py)
 
     @property
     def key(self) -> str:
@@ -158,8 +160,10 @@ class Operands:
         if not isinstance(found, FlatWeight):
             return self[position]
         type = self.module.weight_of(found.ref).type
-        dims = dict(self.module.dims)
-        return WeightUse(found.ref, found.index, form, type.subst(dims), self.device)
+        tile = Tile.of(type.encoding) if form == "tile" and self.device == "cpu" else None
+        many_rows = tile_rows(self.module, tile)
+        type = type.subst(dict(self.module.dims))
+        return WeightUse(found.ref, found.index, form, type, self.device, many_rows)
 
     def pick(self, *names: str, **more: Any) -> dict[str, Any]:
         """Attributes by name, and others."""

@@ -28,6 +28,7 @@ from ktgraph.runtime.arena import (
     slot_nbytes,
 )
 from ktgraph.runtime.flat import FlatFunction, FlatOp, FlatWeight, Layouts, Slot, flatten
+from ktgraph.runtime.hot_slots import hot_stacks
 from ktgraph.runtime.kernels_cpu import VIEW, emitter
 from ktgraph.runtime.operands import (
     BatchUse,
@@ -128,9 +129,15 @@ class Plan:
         """By key, the weights that are views of others and take no memory."""
         return weight_views(self.module, self.uses())
 
-    def loaded(self) -> list[WeightUse]:
-        """`uses` without the views: what is read from the checkpoint and takes memory."""
+    def held(self) -> list[WeightUse]:
+        """`uses` without the views: what takes memory."""
         return [u for u in self.uses() if u.key not in self.views]
+
+    def loaded(self) -> list[WeightUse]:
+        """What is read from the checkpoint and kept in files: not slots that the host fills."""
+        held = self.held()
+        filled = {s.slots.key for s in hot_stacks(self.module, held) if s.is_filled}
+        return [u for u in held if u.key not in filled]
 
     @property
     def states(self) -> list[StateType]:
@@ -295,7 +302,7 @@ def _operand_text(phase: PhasePlan, ref: OperandRef) -> str:
     if ref is None:
         return "_"
     if isinstance(ref, WeightUse):
-        return f"@{ref.key}"
+        return f"@{ref.key}" + (f"(many_rows={ref.many_rows})" if ref.many_rows else "")
     if isinstance(ref, StateUse):
         return f"state{ref.argument}"
     if isinstance(ref, BatchUse):

@@ -47,8 +47,8 @@ from ktgraph.runtime.runner import (
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import WeightSource
 
-FORMAT = 1
-ALIGN = 64
+FORMAT = 2
+ALIGN = 4096  # bytes: every weight begins at a page, as what a GPU copies from must
 TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
 PACKED = "packed.bin"
 
@@ -195,6 +195,11 @@ def load_plan(
     path = Path(path)
     if path.is_dir():
         raise PlanFileError(f"{path} is a folder, not a .ktplan: kt.compile takes a model's folder")
+    if not path.exists():
+        raise PlanFileError(
+            f"{path}: no such file; give the .ktplan that `save` wrote, or a folder of `ktgraph "
+            "quantize` (kt.compile takes a checkpoint)"
+        )
     with _reading(path) as archive:
         texts = {i.filename: _text(archive, i) for i in archive.infolist() if i.filename != PACKED}
         _require_members(path, texts)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import logging
 import shutil
-import struct
 import zipfile
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -24,20 +23,18 @@ from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile import (
-    ALIGN,
     PACKED,
     TEXTS,
     PackedPlace,
     PlanFileError,
-    Samples,
     environment,
     packed_places,
 )
+from ktgraph.runtime.planfile_draft import Draft, Packed, PackedMember, WeightsFrom
 from ktgraph.runtime.runner import Runner
 from ktgraph.target.description import round_size
 
-_PAD_ID = 0xD935  # the extra field by which archives are aligned
-Packed = Iterable[tuple[WeightUse, torch.Tensor]]
+log = logging.getLogger("ktgraph")
 
 
 class DiskSpaceError(KtgraphError, OSError):
@@ -59,15 +56,19 @@ def save_plan(
 
     packed: also the packed weights; without them loading needs the model and packs again.
     """
-    weights = _held(runner.plan, runner.executor.weights) if packed else None
+    runner.settle_residency()
+    held = partial(_held, runner.plan, runner.executor.weights)
+    weights = held if packed else None
     write_plan(
         path, runner.plan, options, weights,
         fingerprint=fingerprint, pipeline=pipeline, target=target, extras=extras,
     )  # fmt: skip
 
 
-def _held(plan: Plan, weights: LoadedWeights) -> Iterator[tuple[WeightUse, torch.Tensor]]:
-    for use in plan.loaded():
+def _held(
+    plan: Plan, weights: LoadedWeights, first: int
+) -> Iterator[tuple[WeightUse, torch.Tensor]]:
+    for use in plan.loaded()[first:]:
         yield use, weights.tensors[use.key]
 
 
@@ -75,16 +76,20 @@ def write_plan(
     path: str | Path,
     plan: Plan,
     options: CompileOptions,
-    weights: Packed | None,
+    weights: WeightsFrom | None,
     *,
     fingerprint: str,
     pipeline: str = "",
     target: str = "",
     extras: Mapping[str, str] | None = None,
+    resume: bool = False,
+    say: Callable[[str], None] = log.info,
 ) -> None:
     """Write a .ktplan; each weight is asked for when its turn comes and let go again.
 
-    weights: `plan.loaded()` in order, each with its bytes; None for a file without them.
+    weights: gives `plan.loaded()` from a number on, each with its bytes; None for a file without.
+    resume: after an interrupt the finished weights stay in a hidden draft beside the file, and the
+        next call with the same model and options goes on behind them, which `say` is told.
     fingerprint: of the weights' source.  target: TOML.  extras: further texts by member name.
     Raises PlanFileError when there is no such folder, DiskSpaceError when the disk is too full.
     """
@@ -99,11 +104,30 @@ def write_plan(
     }
     path = Path(path)
     nbytes = packed_nbytes_in_file(places) + sum(len(t.encode()) for t in texts.values())
-    with _replacing(path, nbytes) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as out:
+    _check_path(path)
+    draft = Draft(path, _key(texts, fingerprint) if resume else None)
+    held = draft.file.stat().st_size if draft.file.exists() else 0
+    check_disk(path.parent, nbytes - held)
+    with draft.opened() as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as out:
         for name, text in texts.items():
             out.writestr(name, text)
-        samples = "" if weights is None else _write_packed(out, places, weights)
+        samples = ""
+        if weights is not None:
+            member = PackedMember(out, draft, places)
+            member.write(partial(_told, weights, len(places), say), _bytes_of)
+            samples = str(member.samples)
         out.writestr("weights.json", _json(_describe_weights(plan, fingerprint, places, samples)))
+
+
+def _told(weights: WeightsFrom, count: int, say: Callable[[str], None], first: int) -> Packed:
+    if first:
+        say(f"goes on where it stopped: {first} of {count} weights are packed already")
+    return weights(first)
+
+
+def _key(texts: Mapping[str, str], fingerprint: str) -> str:
+    """Of everything that a file's bytes follow from."""
+    return hashlib.sha256(json.dumps([texts, fingerprint]).encode()).hexdigest()
 
 
 def packed_nbytes_in_file(places: Iterable[PackedPlace]) -> int:
@@ -128,45 +152,15 @@ def _describe_weights(
     }
 
 
-def _write_packed(archive: zipfile.ZipFile, places: Iterable[PackedPlace], weights: Packed) -> str:
-    """Write packed.bin; gives the digest of its samples."""
-    info = zipfile.ZipInfo(PACKED)
-    assert archive.fp is not None
-    head = archive.fp.tell() + 30 + len(PACKED) + 20  # with the 64-bit size field
-    pad = -(head + 4) % ALIGN
-    info.extra = struct.pack("<HH", _PAD_ID, pad) + bytes(pad)
-    samples = Samples()
-    with archive.open(info, "w", force_zip64=True) as file:
-        for place, (use, tensor) in zip(places, weights, strict=True):
-            data = _bytes_of(tensor)
-            assert (place.key, place.nbytes) == (use.key, data.size)
-            samples.add(data)
-            file.write(data.data)
-            file.write(bytes(-place.nbytes % ALIGN))
-    return str(samples)
-
-
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 
 
-@contextmanager
-def _replacing(path: Path, nbytes: int) -> Generator[IO[bytes]]:
-    """A file that takes the place of `path` when all of its `nbytes` are on the disk."""
+def _check_path(path: Path) -> None:
     if path.is_dir():
         raise PlanFileError(f"{path} is a folder: give the name of a file in it")
     if not path.parent.is_dir():
         raise PlanFileError(f"{path}: there is no folder {path.parent}: make it first")
-    check_disk(path.parent, nbytes)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def check_disk(folder: Path, nbytes: int) -> None:

@@ -291,7 +291,7 @@ class Runner(PagedRunner):
         return executor.residency.resident() if isinstance(executor, GpuExecutor) else {}
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
-        """Give a layer's slots to these experts, between two calls; see `Residency.change`."""
+        """Give a layer's slots to these experts, between two calls; see `Residency`."""
         executor = self.executor
         if not isinstance(executor, GpuExecutor):
             raise UnsupportedInputError(
@@ -299,6 +299,12 @@ class Runner(PagedRunner):
             )
         with self._alone():
             executor.set_residency(layer, experts)
+
+    def settle_residency(self) -> None:
+        """Wait until every change of hot experts' slots is done."""
+        if isinstance(self.executor, GpuExecutor):
+            with self._alone():
+                self.executor.settle_residency()
 
     def adapt_residency(self, every: int | None) -> None:
         """Let the hottest experts take over slots after every so many tokens; None: no longer."""

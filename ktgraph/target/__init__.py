@@ -9,6 +9,7 @@ from ktgraph.target.choose import (
     most_threads,
     resolve_target,
     shipped_targets,
+    threads_text,
     with_gpu_memory,
     with_threads,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "resolve_target",
     "round_size",
     "shipped_targets",
+    "threads_text",
     "with_gpu_memory",
     "with_threads",
 ]

@@ -16,6 +16,7 @@ from ktgraph.target.description import (
 )
 from ktgraph.target.host import gpu_names, host_target, is_this_machine
 from ktgraph.target.probe import probe_cpu
+from ktgraph.target.threads import best_count
 
 SHIPPED = Path(__file__).resolve().parent.parent / "targets"
 SIMULATED_LIKE = "rtx4090-24g+xeon"  # whose GPU and links kt.hybrid(gpu="simulated") takes on
@@ -151,6 +152,21 @@ def check_threads(threads: int) -> None:
             f"threads={threads}: this process may run on 1 to {most} CPUs; without `threads` it "
             "takes as many as were measured to be best"
         )
+
+
+def threads_text(target: Target, asked: int | None = None) -> str:
+    """How many threads the CPU engine runs on, and why; `asked`: by the compile option."""
+    count = asked or target.cpu_threads
+    speeds = next((d.engine for d in target.devices if d.kind == "cpu"), ())
+    shown = f"{count} thread{'s' * (count > 1)}"
+    if not speeds:
+        return f"{shown}, {'as asked for' if asked else 'as the target says'}"
+    best = best_count(speeds)
+    counts = ", ".join(
+        f"{s.threads}: {s.read / 1e9:.3g} GB/s and {s.compute / 1e9:.3g} GFLOP/s" for s in speeds
+    )
+    why = "measured to be best" if count == best else f"as asked for; {best} measured to be best"
+    return f"{shown}, {why} ({counts})"
 
 
 def most_threads() -> int:

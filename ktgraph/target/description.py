@@ -62,6 +62,15 @@ def round_size(size: float) -> str:
 
 
 @dataclass(frozen=True)
+class EngineSpeed:
+    """What the CPU engine's own kernels reach on so many threads."""
+
+    threads: int
+    read: float  # bytes/s of weights for one token
+    compute: float  # FLOP/s for many tokens
+
+
+@dataclass(frozen=True)
 class Device:
     """One place where ops run and bytes lie.
 
@@ -82,6 +91,12 @@ class Device:
     # Bytes/s of packed weights that the engine's kernels read for one token, by tile format;
     # unpacking may bind before memory does.  Formats without a figure are read at `bandwidth`.
     reads: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    engine: tuple[EngineSpeed, ...] = ()  # by threads, rising: what `threads` was chosen from
+    # By the engine's level ("amx") and tile format: rows from which a weight's kernel takes its
+    # path for many (ktgraph/target/many_rows.py).  Without a figure, the kernel's own constant.
+    many_rows: Mapping[str, Mapping[str, int]] = field(
+        default_factory=dict[str, Mapping[str, int]], hash=False
+    )
 
     def bandwidth_at(self, threads: int | None = None) -> float:
         """Read bytes/s with `threads` workers (default: the chosen count), linear in between."""
@@ -94,6 +109,11 @@ class Device:
             return self.bandwidth[-1][1]
         (n0, b0), (n1, b1) = below[-1], above[0]
         return b0 if n0 == n1 else b0 + (b1 - b0) * (wanted - n0) / (n1 - n0)
+
+    def many_rows_at(self, level: str) -> Mapping[str, int]:
+        """`many_rows` of the engine's level, by format; empty where nothing was measured."""
+        found = self.many_rows.get(level)
+        return {} if found is None else found
 
     def peak_for(self, dtype: str) -> float:
         """FLOP/s when computing in `dtype`; raises TargetError if there is no figure for it."""

@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from ktgraph.target.description import Link, Provenance, Target, TargetError
 from ktgraph.target.probe import CpuInfo, probe_cpu
 
 log = logging.getLogger("ktgraph")
-_FIGURES = 2  # changes when other figures are measured, so that files of before are not read
+_FIGURES = 3  # changes when other figures are measured, so that files of before are not read
 
 
 def host_target(*, remeasure: bool = False) -> Target:
@@ -65,9 +66,14 @@ def _days_since(date: str) -> int | None:
 
 def cache_file(info: CpuInfo | None = None) -> Path:
     """Where this machine's figures are kept: one file for each set of CPUs, limits and GPUs."""
+    return cache_folder() / f"target-{_host_key(info or probe_cpu())}.toml"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of ktgraph; it may not be there yet."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return folder / "ktgraph" / f"target-{_host_key(info or probe_cpu())}.toml"
+    return folder / "ktgraph"
 
 
 def gpu_names() -> list[str]:
@@ -78,9 +84,10 @@ def gpu_names() -> list[str]:
 
 
 def _host_key(info: CpuInfo) -> str:
-    """Changes with whatever changes the figures: CPU, cores allowed, memory, GPUs, torch."""
+    """Changes with whatever changes the figures: CPU, cores allowed, memory, GPUs, kernels."""
     parts = (
         _FIGURES,
+        _engine_stamp(),
         platform.node(),
         info.model,
         info.isa,
@@ -91,6 +98,16 @@ def _host_key(info: CpuInfo) -> str:
         torch.__version__,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _engine_stamp() -> tuple[int, int]:
+    """Size and time of the native library: kernels of another build have other figures."""
+    try:
+        found = find_spec("ktgraph.cpu_kernels._native")
+        about = os.stat(found.origin) if found is not None and found.origin else None
+    except (ImportError, OSError):
+        about = None
+    return (about.st_size, about.st_mtime_ns) if about is not None else (0, 0)
 
 
 def _measured(info: CpuInfo) -> Target:

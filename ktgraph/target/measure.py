@@ -1,6 +1,6 @@
 """What this machine can do, measured once: read bandwidth by threads, matrix peaks, link speed.
 
-The whole of a CPU takes about 3-6 s. Buffers are far larger than the last-level cache, but never
+The whole of a CPU takes about 5-9 s. Buffers are far larger than the last-level cache, but never
 more than a quarter of the memory that is free.
 """
 
@@ -20,7 +20,9 @@ import torch
 
 from ktgraph.target.description import Device, Link
 from ktgraph.target.kernels import measure_reads
+from ktgraph.target.many_rows import measure_many_rows
 from ktgraph.target.probe import CpuInfo, MemoryInfo, pick_cpus
+from ktgraph.target.threads import best_count, measure_threads
 
 USABLE_PART = 0.9  # of memory: the rest is left to the system, the driver and the interpreter
 MOST_BUFFER = 4 << 30
@@ -32,7 +34,8 @@ def measure_cpu(info: CpuInfo) -> Device:
     """Measures the CPU that `info` describes; see the module docstring for how long it takes."""
     counts = thread_counts(info.max_threads)
     curve = _read_bandwidth(info, counts)
-    threads = best_threads(curve)
+    engine = measure_threads(info)
+    threads = best_count(engine) if engine else best_threads(curve)
     return Device(
         name="cpu",
         kind="cpu",
@@ -46,6 +49,8 @@ def measure_cpu(info: CpuInfo) -> Device:
         threads=threads,
         numa_nodes=max(1, len(info.numa)),
         reads=measure_reads(info, threads),
+        engine=engine,
+        many_rows=measure_many_rows(info),
     )
 
 

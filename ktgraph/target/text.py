@@ -14,6 +14,7 @@ from ktgraph.target.description import (
     Device,
     DeviceKind,
     Disk,
+    EngineSpeed,
     Link,
     Origin,
     Provenance,
@@ -67,11 +68,16 @@ def _device_text(device: Device) -> str:
         "launch": device.launch,
         "bandwidth": [list(point) for point in device.bandwidth],
     }
+    if device.engine:
+        entries["engine"] = [[s.threads, s.read, s.compute] for s in device.engine]
     order = [dtype for dtype in _DTYPES if dtype in device.peak]
     order += sorted(set(device.peak) - set(order))
     peak = {dtype: device.peak[dtype] for dtype in order}
     text = _table("[[device]]", entries) + _table("[device.peak]", peak)
-    return text + _table("[device.reads]", device.reads) if device.reads else text
+    text += _table("[device.reads]", device.reads) if device.reads else ""
+    for level, rows in device.many_rows.items():
+        text += _table(f"[device.many_rows.{level}]", rows)
+    return text
 
 
 def _table(header: str, entries: Mapping[str, object]) -> str:
@@ -167,6 +173,8 @@ class _Reader:
             threads=f.integer("threads", 1),
             numa_nodes=f.integer("numa_nodes", 1),
             reads=f.rates("reads"),
+            engine=f.speeds("engine"),
+            many_rows=f.counts("many_rows"),
         )
 
     def link(self, f: _Fields, names: tuple[str, ...]) -> Link:
@@ -288,6 +296,28 @@ class _Fields:
             raise self.wrong(key, "bytes/s by weight format, as in int8 = 50e9")
         return good
 
+    def speeds(self, key: str) -> tuple[EngineSpeed, ...]:
+        """[[threads, bytes/s, FLOP/s], ...] rising in threads; none when the key is not there."""
+        items = _items(self.table.get(key, []))
+        found = [_speed(item) for item in items or ()]
+        good = tuple(s for s in found if s is not None)
+        if items is None or len(good) != len(found) or not _rising([s.threads for s in good]):
+            raise self.wrong(key, "[[threads, bytes/s, FLOP/s], ...] with rising threads")
+        return good
+
+    def counts(self, key: str) -> dict[str, dict[str, int]]:
+        """Counts by level and weight format; none when the key is not there."""
+        levels = _dict(self.table.get(key, {}))
+        tables = {level: _dict(rows) for level, rows in (levels or {}).items()}
+        good = {
+            level: {name: n for name, n in rows.items() if type(n) is int and n >= 1}
+            for level, rows in tables.items()
+            if rows is not None
+        }
+        if levels is None or good != tables:
+            raise self.wrong(key, "tables of counts by level and format, as in amx.int4p = 7")
+        return good
+
     def curve(self, key: str) -> tuple[tuple[int, float], ...]:
         """Either one figure in bytes/s, or [[threads, bytes/s], ...] rising in threads."""
         value: object = self.table.get(key)
@@ -304,6 +334,10 @@ def _items(value: object) -> list[object] | None:
     return cast("list[object]", value) if isinstance(value, list) else None
 
 
+def _dict(value: object) -> dict[str, object] | None:
+    return cast("dict[str, object]", value) if isinstance(value, dict) else None
+
+
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -318,6 +352,14 @@ def _point(pair: object) -> tuple[int, float] | None:
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1 or not speed:
         return None
     return (threads, speed) if speed > 0 else None
+
+
+def _speed(triple: object) -> EngineSpeed | None:
+    items = _items(triple)
+    if items is None or len(items) != 3:
+        return None
+    point, compute = _point(items[:2]), _number(items[2])
+    return EngineSpeed(*point, compute) if point and compute and compute > 0 else None
 
 
 def _rising(counts: list[int]) -> bool:

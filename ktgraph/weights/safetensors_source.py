@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ktgraph.frontends.hf_keys import Recipe, plan
-from ktgraph.frontends.safetensors_files import CheckpointError, Entry, Shards
+from ktgraph.frontends.declared_forms import UPRIGHT
+from ktgraph.frontends.safetensors_files import CheckpointError, Entry, Recipe, Shards
 from ktgraph.ir.types import Encoding
+from ktgraph.start_cache import folder_key, read_entry
 from ktgraph.weights.checkpoints import QuantizedTensor, find_quantized
 from ktgraph.weights.sources import part_of, unknown_tensor
 from ktgraph.weights.stored_rows import to_rows
+
+LAYOUT = "layout"  # the kind of entry in `start_cache`
 
 
 class SafetensorsSource:
@@ -27,21 +32,58 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: str | Path, model: Any = None) -> None:
+        self.folder = Path(folder)
+        key = folder_key(self.folder) if model is None else None
+        kept = None if key is None else read_entry(key, LAYOUT)
+        if kept is not None:
+            self._restore(json.loads(kept))
+        else:
+            self._find(model)
+
+    def _find(self, model: Any) -> None:
+        """By transformers, which takes seconds to import."""
         from transformers import PreTrainedModel
 
-        from ktgraph.frontends.hf_build import build_twin, load_config
+        from ktgraph.frontends.hf_build import build_twin, load_config, quantization_of
+        from ktgraph.frontends.hf_keys import plan
 
-        self.folder = Path(folder)
+        folder = self.folder
         config = load_config(folder) if model is None else getattr(model, "config", model)
-        twin = build_twin(model if isinstance(model, PreTrainedModel) else config)
+        is_model = isinstance(model, PreTrainedModel)
+        twin = build_twin(model if is_model else config, forms=False)
         self._shards = Shards(folder)
-        self._quantized = _quantized_tensors(self._shards, config)
+        self._settings = quantization_of(config)
+        self._quantized = _quantized_tensors(self._shards, self._settings)
         self._entries = _logical_entries(self._shards, self._quantized)
         self._recipes = plan(twin.model, self.folder, self._entries)
         self._values = twin.buffers  # in no file: computed from the config
         for name, tensor in twin.model.state_dict().items():
             self._check_shape(name, tuple(tensor.shape))
             self._check_encoding(name)
+
+    def layout(self) -> str:
+        """What was found, as JSON, for `start_cache`: the files themselves say the rest."""
+        recipes = {n: [r.pieces, r.stacked, r.axis] for n, r in self._recipes.items()}
+        values = {
+            name: [str(t.dtype).removeprefix("torch."), list(t.shape), _base64(t)]
+            for name, t in self._values.items()
+        }
+        settings = None if self._settings is None else dict(self._settings)
+        return json.dumps({"settings": settings, "recipes": recipes, "values": values})
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """What `layout` gave of files with the same headers, which were checked then."""
+        self._shards = Shards(self.folder)
+        self._settings = kept["settings"]
+        self._quantized = _quantized_tensors(self._shards, self._settings)
+        self._entries = _logical_entries(self._shards, self._quantized)
+        self._recipes = {name: Recipe(*found) for name, found in kept["recipes"].items()}
+        self._values = {
+            name: torch.frombuffer(bytearray(b64decode(data)), dtype=getattr(torch, dtype)).view(
+                shape
+            )
+            for name, (dtype, shape, data) in kept["values"].items()
+        }
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         recipe, got = self._recipes[name], self.shape(name)
@@ -85,18 +127,18 @@ class SafetensorsSource:
         """The name of the transposed rows of a parameter that the file holds transposed."""
         recipe = self._recipes.get(name)
         found = None if recipe is None else self._quantized.get(recipe.pieces[0][0])
-        return f"{name}{_UPRIGHT}" if found is not None and found.transposed else None
+        return f"{name}{UPRIGHT}" if found is not None and found.transposed else None
 
     def encoding(self, name: str) -> Encoding | None:
         if name in self._values:
             return None
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             return self._encoding_of(self._recipes[stem].pieces[0][0])
         return None if self.upright(name) else self._encoding_of(self._recipe(name).pieces[0][0])
 
     def rows(self, name: str, expert: int | None = None) -> torch.Tensor:
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         upright = self.upright(stem) == name
         recipe = self._recipe(stem if upright else name)
         if recipe.stacked and expert is None:
@@ -123,7 +165,7 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._values:
             return tuple(self._values[name].shape)
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             *lead, rows, columns = self.shape(stem)
             return (*lead, columns, rows)
@@ -145,7 +187,7 @@ class SafetensorsSource:
     def get(self, name: str, expert: int | None = None, rows: slice | None = None) -> torch.Tensor:
         if name in self._values:
             return part_of(self._values[name], expert, rows)
-        stem = name.removesuffix(_UPRIGHT)
+        stem = name.removesuffix(UPRIGHT)
         if self.upright(stem) == name:
             return part_of(self.get(stem, expert).mT, None, rows)
         recipe = self._recipe(name)
@@ -191,15 +233,17 @@ class SafetensorsSource:
         return self._shards.fingerprint()
 
 
-_UPRIGHT = "_blocks"  # behind the name of a parameter: its rows, where the file has it transposed
+def _base64(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return b64encode(data.numpy().tobytes()).decode()
 
 
-def _quantized_tensors(shards: Shards, config: Any) -> dict[str, QuantizedTensor]:
+def _quantized_tensors(
+    shards: Shards, settings: Mapping[str, Any] | None
+) -> dict[str, QuantizedTensor]:
     """By the name that an unquantized checkpoint would give each; {} for a plain checkpoint."""
-    given: Any = getattr(config, "quantization_config", None)
-    if given is None:
+    if settings is None:
         return {}
-    settings: Mapping[str, Any] = given.to_dict() if hasattr(given, "to_dict") else given
     return {tensor.key: tensor for tensor in find_quantized(shards, settings)}
 
 
@@ -213,4 +257,4 @@ def _logical_entries(shards: Shards, quantized: Mapping[str, QuantizedTensor]) -
     return found
 
 
-__all__ = ["SafetensorsSource"]
+__all__ = ["LAYOUT", "SafetensorsSource"]

@@ -137,11 +137,12 @@ class Lab:
         group: int = 0,
         gate_up: bool = False,
         activations: str = "",
+        many_rows: int = 0,
     ) -> tuple[Any, torch.Tensor]:
         """Packed weight, and what its bytes mean in float64."""
         if fmt in GGUF:
             each = [blocks_for(fmt, m) for m in (w[None] if w.dim() == 2 else w)]
-            packed, meaning = self.blocks(fmt, each, gate_up, activations)
+            packed, meaning = self.blocks(fmt, each, gate_up, activations, many_rows)
             return packed, meaning if w.dim() == 3 else meaning[0]
         stack = w[None] if w.dim() == 2 else w
         count, rows, cols = stack.shape
@@ -158,12 +159,17 @@ class Lab:
         )
         meaning = torch.from_numpy(dense).double()
         packed = native.Weight(
-            fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes, activations
+            fmt, rows, cols, count, group, gate_up, data.ctypes.data, nbytes, activations, many_rows
         )
         return packed, meaning if w.dim() == 3 else meaning[0]
 
     def blocks(
-        self, fmt: str, each: list[np.ndarray], gate_up: bool = False, activations: str = ""
+        self,
+        fmt: str,
+        each: list[np.ndarray],
+        gate_up: bool = False,
+        activations: str = "",
+        many_rows: int = 0,
     ) -> tuple[Any, torch.Tensor]:
         """A stack packed from GGUF blocks, and what the gguf package says they mean: float64."""
         meaning = torch.from_numpy(np.stack([values(fmt, b) for b in each])).double()
@@ -173,7 +179,9 @@ class Lab:
         for i, b in enumerate(each):
             native.repack_into(data.ctypes.data, i, fmt, rows, cols, 0, count, gate_up, b)
         at = data.ctypes.data
-        packed = native.Weight(fmt, rows, cols, count, 0, gate_up, at, len(data), activations)
+        packed = native.Weight(
+            fmt, rows, cols, count, 0, gate_up, at, len(data), activations, many_rows
+        )
         return packed, meaning
 
     def run(

@@ -78,3 +78,46 @@ def test_vector_code_stays_in_its_unit(functions):
     assert not bad, bad[:5]
     # else this test looks at nothing
     assert all(seen[kind] > 20 for kind in ("AVX", "AVX-512", "VNNI", "AMX")), seen
+
+
+@pytest.fixture(scope="module")
+def code(functions):
+    """Instructions of every function, by its demangled name."""
+    path, _ = functions
+    found, name = {}, ""
+    for line in lines("objdump", "-dC", "--no-show-raw-insn", path):
+        if header := re.match(r"[0-9a-f]+ <(.*)>:$", line):
+            name = header[1]
+        elif "\t" in line:
+            found.setdefault(name, []).append(line.split("\t", 1)[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "mnemonic", "chains"),
+    [
+        ("avx2_limits::f32", "vfmadd", 12),
+        ("avx512_limits::f32", "vfmadd", 16),
+        ("avx512_vnni_limits::int8", "vpdpbusd", 16),
+        ("avx512_bf16_limits::bf16", "vdpbf16ps", 16),
+        ("avx512_amx_limits::int8", "tdpbssd", 4),
+        ("avx512_amx_limits::int8_loaded", "tdpbssd", 4),
+        ("avx512_amx_limits::bf16", "tdpbf16ps", 4),
+    ],
+)
+def test_peaks_are_measured_on_many_sums(code, function, mnemonic, chains):
+    """One sum counted many times would measure latency and call it a rate."""
+    (body,) = [c for name, c in code.items() if name.startswith(f"ktg::{function}(")]
+    sums = {i.split("#")[0].split(",")[-1].strip() for i in body if i.startswith(mnemonic)}
+    assert len(sums) == chains
+
+
+@pytest.mark.parametrize("unit", ["avx512_vnni", "avx512_bf16", "amx"])
+def test_sums_of_a_panel_stay_in_registers(code, unit):
+    """6 rows of 4 tiles: 24 sums, and no vector goes through the stack between two products."""
+    named = rf"ktg::{unit}::\(anonymous namespace\)::int_panel_block<0, 6, 4>"
+    (body,) = [c for name, c in code.items() if re.search(named, name)]
+    products = [i for i, text in enumerate(body) if text.startswith("vpdpbusd")]
+    assert len(products) == 24
+    loop = body[products[0] : products[-1]]
+    assert [i for i in loop if "%zmm" in i and "(%rsp)" in i] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from ktgraph.ir.verify import verify
 from ktgraph.miniature import shrink
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pass_manager import PassManager
-from ktgraph.passes.expert_deferral import ExpertDeferral
+from ktgraph.passes.expert_deferral import DeferralWarning, ExpertDeferral
 from ktgraph.validate import Validator, nmse
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
@@ -184,7 +186,11 @@ def test_why_a_layer_is_not_deferred() -> None:
     for module in (layers_only(1), two_groups(), run(gqa_layers(2), f"{FRONT},place", context())):
         module = module if module.home else run(module, f"{FRONT},place")
         ctx = PassContext()
-        ExpertDeferral(1).run(module, ctx)
+        with pytest.warns(DeferralWarning, match="defer=1 changes nothing: ") as caught:
+            ExpertDeferral(1).run(module, ctx)
+        (reason,) = dict.fromkeys(e.reason for e in ctx.events)
+        assert reason in str(caught[0].message)
+        assert ("gpu_memory" in str(caught[0].message)) == ("CPU" in reason)
         reasons += [e.reason for e in ctx.events]
     assert reasons == [
         "no experts come behind it",
@@ -197,9 +203,17 @@ def test_why_a_layer_is_not_deferred() -> None:
 def test_nothing_to_defer(n: int) -> None:
     """Without n, and in a single layer, which has nothing behind it."""
     before = layers_only(1 if n else LAYERS)
-    after = deferred(before, n)
+    with pytest.warns(DeferralWarning) if n else nullcontext():
+        after = deferred(before, n)
     assert str(after) == str(before)
     assert ExpertDeferral(n).numerics_for(after).kind == "exact"
+
+
+def test_a_dense_model_has_nothing_to_defer() -> None:
+    text = re.sub(r" *%(ids|routed)\S* ?= .*\n| *%ids\S*, %wts.*\n", "", str(gqa_layers(2)))
+    module = run(parse_module(text.replace("%routed", "%h.1")), "specialize-phases,place")
+    with pytest.warns(DeferralWarning, match="no layer that decodes has routed experts"):
+        deferred(module, 2)
 
 
 def test_prefill_stays() -> None:
@@ -228,6 +242,26 @@ def test_the_prediction_shows_the_gain(tmp_path: Path) -> None:
     assert late.seconds < 0.9 * exact.seconds
     (busy,) = [t.seconds for t in late.by_lane() if t.lane == "cpu"]
     assert busy < late.seconds < 1.2 * busy
+
+
+@pytest.mark.parametrize("defer", [0, 1, 2, 4])
+def test_place_prices_it(defer: int, tmp_path: Path) -> None:
+    """What `place` predicts for a step is what comes of the graph once it is deferred."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: moe.grouped_mlp}\n  replace: {device: cpu}\n")
+    quantize = "experts=int4p(group=64)"
+    ctx = context(
+        "h200+xeon-amx", rules=str(rules), quantize=quantize, defer=defer, max_batch=1, context=512
+    )
+    module = v2_lite(f"{FRONT},place,quantize,expert-deferral,insert-copies,overlap", ctx)
+    told = re.search(r"@decode: (\S+) ms predicted", "\n".join(ctx.notes))
+    assert told is not None
+    assert ctx.target is not None
+    exact = cost_analysis(module, ctx.target).at(T=1, S=511)
+    assert float(told[1]) / 1e3 == pytest.approx(exact.seconds, rel=0.05)
+    late = [n for n in ctx.notes if "a layer later" in n]
+    assert [f"{defer / 6:.0%}" in n for n in late] == [True] * (1 if defer else 0)
+    assert all("@decode" in n for n in late)
 
 
 # -- who may ask for it ---------------------------------------------------------------------------

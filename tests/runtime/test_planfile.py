@@ -262,5 +262,5 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, mla: Pair) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(PlanFileError, match=r"none\.ktplan: no such file"):
         load_plan(tmp_path / "none.ktplan")

@@ -13,7 +13,7 @@ from small_models import gqa_moe, mla_moe
 
 from ktgraph.cli import main
 from ktgraph.ir.graph import Module, Op
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.runner import InterpreterRunner, Runner
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource

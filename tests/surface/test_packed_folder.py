@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import zipfile
@@ -16,6 +17,7 @@ from ktgraph.cli import main
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.packed_folder import PLAN, write_folder
 from ktgraph.runtime import packed, planfile_write
+from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile import PlanFileError
 from ktgraph.runtime.planfile_write import DiskSpaceError
 
@@ -156,6 +158,133 @@ def test_nothing_half_written_is_left(
     with pytest.raises(error):
         write_folder(lowered, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+# -- going on after an interrupt -------------------------------------------------------------------
+STOP = 5  # weights that are finished when it is interrupted
+
+
+@pytest.fixture
+def stopped(lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that was to be written; its draft holds some weights."""
+    stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt)
+    return tmp_path / "m"
+
+
+def stop(
+    lowered: kt.Lowered, folder: Path, patch: pytest.MonkeyPatch, error: type[BaseException]
+) -> list[str]:
+    told: list[str] = []
+    seen: list[int] = []
+    bytes_of = planfile_write._bytes_of
+
+    def write(tensor: torch.Tensor) -> Any:
+        seen.append(tensor.nbytes)
+        if len(seen) > STOP:
+            raise error("stopped")
+        return bytes_of(tensor)
+
+    with patch.context() as patched:
+        patched.setattr(planfile_write, "_bytes_of", write)
+        with pytest.raises(error):
+            write_folder(lowered, folder, say=told.append)
+    return told
+
+
+def count_made(patch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by every weight that is packed."""
+    made: list[str] = []
+    made_of = packed._made
+
+    def make(evaluator: Any, use: Any) -> torch.Tensor:
+        made.append(use.key)
+        return made_of(evaluator, use)
+
+    patch.setattr(packed, "_made", make)
+    return made
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {i.filename: archive.read(i) for i in archive.infolist()}
+
+
+def test_it_goes_on_behind_finished_weights(
+    lowered: kt.Lowered, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [p.name for p in tmp_path.iterdir()] == [".m.part"]
+    assert not stopped.exists()
+    made, told = count_made(monkeypatch), list[str]()
+    write_folder(lowered, stopped, say=told.append)
+    uses = Plan.build(lowered.module).loaded()
+    assert sorted(made) == sorted(u.key for u in uses[STOP:])
+    assert told == [f"goes on where it stopped: {STOP} of {len(uses)} weights are packed already"]
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert PLAN in {p.name for p in stopped.iterdir()}
+    assert not [p for p in stopped.iterdir() if p.name.startswith(".")]
+    lowered.save(tmp_path / "whole.ktplan")
+    assert members(stopped / PLAN) == members(tmp_path / "whole.ktplan")
+    assert kt.load(stopped).generate([4, 5], 3, eos=())
+
+
+def test_where_it_stopped_is_told(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt)
+    assert len(told) == 1
+    assert "the same command goes on from here" in told[0]
+    assert str(tmp_path / ".m.part") in told[0]
+
+
+@pytest.mark.parametrize("spoilt", ["a byte", "the end", "the journal's last line", "the journal"])
+def test_a_draft_that_is_not_as_it_was_is_packed_anew(
+    spoilt: str, lowered: kt.Lowered, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = stopped.with_name(".m.part") / f".{PLAN}.part"
+    journal = draft.with_name(f"{draft.name}.done")
+    data, lines = bytearray(draft.read_bytes()), journal.read_text()
+    if spoilt == "a byte":
+        data[len(data) // 2] ^= 1
+    if spoilt == "the end":
+        del data[len(data) * 3 // 4 :]
+    draft.write_bytes(data)
+    journal.write_text(
+        {"the journal": "x", "the journal's last line": lines[:-3]}.get(spoilt, lines)
+    )
+    made = count_made(monkeypatch)
+    write_folder(lowered, stopped)
+    count = len(Plan.build(lowered.module).loaded())
+    assert len(made) == (count - STOP + 1 if "line" in spoilt else count)
+    lowered.save(stopped / "whole.ktplan")
+    assert members(stopped / PLAN) == members(stopped / "whole.ktplan")
+
+
+def test_other_options_begin_anew(
+    talking_model: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = kt.trace(talking_model).lower("cpu", quantize="int8")
+    made = count_made(monkeypatch)
+    write_folder(other, stopped)
+    assert len(made) == len(Plan.build(other.module).loaded())
+    assert kt.load(stopped).made.options.quantize == "int8"
+
+
+def test_an_error_of_the_checkpoint_leaves_nothing(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be there again."""
+    told = stop(lowered, tmp_path / "m", monkeypatch, UnsupportedInputError)
+    assert (told, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_one_process_writes_at_a_time(lowered: kt.Lowered, stopped: Path) -> None:
+    draft = stopped.with_name(".m.part") / f".{PLAN}.part"
+    with draft.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(PlanFileError, match="another process writes it now"):
+            write_folder(lowered, stopped)
+    assert draft.exists()
 
 
 def test_the_disk_is_asked_first(

@@ -145,6 +145,105 @@ def test_originals_are_freed_when_asked() -> None:
         kt.unpatch(model)
 
 
+def test_a_freed_model_is_not_saved(tmp_path: Path) -> None:
+    """Its file would lack the experts; refused before anything is written."""
+    model = small("mixtral")
+    kt.patch(model, free_originals=True, threads=1)
+    for save in (
+        lambda: model.save_pretrained(tmp_path / "m"),
+        lambda: torch.save(model.state_dict(), tmp_path / "m.pt"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=r"MixtralForCausalLM was patched .* gone"):
+            save()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_patched_model_with_its_originals_is_saved(tmp_path: Path) -> None:
+    model = small("mixtral")
+    want = model.state_dict()
+    kt.patch(model, threads=1)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert want.keys() == again.keys()
+    assert all(torch.equal(want[name], again[name]) for name in want)
+
+
+def test_unpatch_gives_hooked_blocks_back() -> None:
+    """accelerate puts a `forward` of its own on every module of a model spread over devices."""
+    model = small("qwen3-moe")
+    block = model.model.layers[1].mlp
+    calls: list[int] = []
+    inner = block.forward
+
+    def hooked(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **more)
+
+    block.forward = hooked
+    want = logits(model, 1, 6)
+    kt.patch(model, threads=1)
+    assert nmse(logits(model, 1, 6), want) <= 1e-10
+    assert len(calls) == 1
+    kt.unpatch(model)
+    assert block.forward is hooked
+    assert torch.equal(logits(model, 1, 6), want)
+    assert len(calls) == 2
+
+
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["deepseek-v3-groups", "gpt-oss-tuple"])
+def test_wherever_the_model_lies(name: str, place: str) -> None:
+    """Rows go to the CPU and back to where they came from, in the dtype that they had."""
+    model = small(name, torch.bfloat16).to(place)
+    wide = small(name, torch.bfloat16).float()
+    ids = torch.arange(12).view(2, 6) % 97
+    with torch.inference_mode():
+        want = wide(ids).logits
+        first = model.model.layers[-1].mlp(torch.zeros(1, 3, 40, dtype=torch.bfloat16).to(place))
+    patched = kt.patch(model, free_originals=True, threads=1)
+    assert len(patched.blocks) >= 2
+    with torch.inference_mode():
+        got = model(ids.to(place)).logits
+        again = model.model.layers[-1].mlp(torch.zeros(1, 3, 40, dtype=torch.bfloat16).to(place))
+    assert (got.device.type, got.dtype) == (place, torch.bfloat16)
+    assert nmse(got.cpu(), want) < 1e-3  # bf16 around the blocks
+    pairs = zip(_tensors(first), _tensors(again), strict=True)
+    assert all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
+    text = model.generate(ids.to(place), max_new_tokens=4, do_sample=False)
+    assert (text.device.type, text.shape) == (place, (2, 10))
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+@pytest.mark.gpu
+def test_freed_originals_leave_the_gpu() -> None:
+    model = small("mixtral").to("cuda")
+    before = torch.cuda.memory_allocated()
+    patched = kt.patch(model, free_originals=True, threads=1)
+    assert before - torch.cuda.memory_allocated() >= 0.9 * sum(b.before for b in patched.blocks)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_compiled_around_its_blocks(place: str) -> None:
+    """In graphs of torch.compile a block is one operator that no CUDA graph holds."""
+    model = small("qwen3-moe").to(place)
+    ids = torch.arange(6).view(1, 6).to(place)
+    kt.patch(model, threads=1)
+    with torch.inference_mode():
+        want = model(ids).logits
+        fast = torch.compile(model, backend="inductor" if place == "cuda" else "eager",
+                             mode="reduce-overhead" if place == "cuda" else None)  # fmt: skip
+        for _ in range(3):
+            assert nmse(fast(ids).logits, want) <= 1e-10
+    tags = torch.ops.ktgraph.moe_block.default.tags
+    assert torch.Tag.cudagraph_unsafe in tags
+
+
 def test_no_tokens_at_all() -> None:
     block = small("gpt-oss-tuple").model.layers[0].mlp
     model = small("gpt-oss-tuple")

@@ -14,7 +14,6 @@ from quantized_checkpoints import CASES, make
 import ktgraph as kt
 from ktgraph.frontends.hf import trace_hf_full
 from ktgraph.frontends.hf_build import load_config
-from ktgraph.frontends.safetensors_files import CheckpointError
 from ktgraph.model_input import read_model
 from ktgraph.passes.pipelines import PIPELINES
 from ktgraph.runtime.plan import Plan
@@ -54,6 +53,14 @@ def traced(folder: Path) -> Traced:
 
 def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+def test_a_config_alone_says_the_same(made: Made) -> None:
+    """What is planned from config.json is the graph of the files, every encoding included."""
+    config = load_config(made.folder)
+    module = trace_hf_full(config, torch.float32, witnesses=False).module
+    assert CASES[made.name].encoding in str(module)
+    assert str(module) == str(made.traced.ir)
 
 
 def test_values_are_those_of_the_definition(made: Made) -> None:

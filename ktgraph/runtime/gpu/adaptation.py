@@ -1,13 +1,14 @@
 """Learning residency: after so many tokens, the experts chosen most lately take over slots.
 
 Counts halve at every look, so older choices fade.  An expert takes a slot only from one that was
-chosen clearly less often, and few move at a time: a copy costs the time of several tokens.  The
-same calls in the same order move the same experts; results differ by round-off from those of fixed
-ones.
+chosen clearly less often, and few move at a time, of one layer a call: copies run behind the next
+call.  The same calls in the same order move the same experts; results differ by round-off from
+those of fixed ones.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from ktgraph.runtime.gpu.executor import GpuExecutor
@@ -28,6 +29,7 @@ class Adaptation:
         assert counts is not None
         self.counts: RouterCounts = counts
         self._tokens = 0  # since the last look
+        self._waiting: deque[tuple[int, list[int]]] = deque()  # layers and experts
         self._lately: dict[str, list[int]] = {}  # counts by router, older ones halved
 
     def after(self, tokens: int) -> None:
@@ -36,17 +38,21 @@ class Adaptation:
         if self._tokens >= self.every:
             self._tokens = 0
             self._look()
+        if self._waiting:
+            self.executor.set_residency(*self._waiting.popleft())
 
     def _look(self) -> None:
+        self._waiting.clear()
+        resident = self.executor.residency.resident()
         for router, new in self.counts.popularity("").counts.items():
             old = self._lately.get(router, [0] * len(new))
             self._lately[router] = [n + o // 2 for n, o in zip(new, old, strict=True)]
         self.counts.clear()
         for number, layer in self.executor.residency.layers.items():
-            hot = [e for e in layer.experts if e >= 0]
+            hot = resident[number]
             wanted = exchanged(hot, len(layer.experts), self._lately[layer.router])
             if wanted != hot:
-                self.executor.set_residency(number, wanted)
+                self._waiting.append((number, wanted))
 
     def end(self) -> None:
         """Count no longer; experts stay where they are."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ktgraph.ir.types import StateType, TensorType
+from ktgraph.ir.types import TensorType
 from ktgraph.ops.tensor import torch_dtype
 from ktgraph.runtime.arena import slot_nbytes
-from ktgraph.runtime.cache import CacheShape, InPlaceState, window_of
-from ktgraph.runtime.executor import ExecutionError, TraceEvent, logits_as_f32, start_engine
+from ktgraph.runtime.cache import CacheShape, InPlaceState
+from ktgraph.runtime.errors import ExecutionError
+from ktgraph.runtime.executor import TraceEvent, logits_as_f32
 from ktgraph.runtime.flat import View
 from ktgraph.runtime.gpu import phase as phases
 from ktgraph.runtime.gpu.device import GpuDevice, Step
@@ -24,8 +25,8 @@ from ktgraph.runtime.gpu.parts import cut
 from ktgraph.runtime.gpu.phase import BoundPhase
 from ktgraph.runtime.gpu.residency import Residency
 from ktgraph.runtime.gpu.streaming import BUFFERS, buffer_nbytes, streamed
-from ktgraph.runtime.native import Addresses, native_state
-from ktgraph.runtime.operands import StateUse, TensorRef, WeightUse
+from ktgraph.runtime.native_binding import NativeBinding, start_engine
+from ktgraph.runtime.operands import TensorRef, WeightUse
 from ktgraph.runtime.packed import LoadedWeights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, ids_slot, op_line, takes_batch
 from ktgraph.runtime.router_counts import RouterCounts, is_route
@@ -70,6 +71,7 @@ class GpuExecutor:
         self.residency = Residency(plan, device, weights)
         has_native = any(i.is_native for p in plan.phases for i in p.instructions)
         self.engine: Any = start_engine(threads) if has_native else None
+        self.binding = NativeBinding(self.engine, self.arenas["cpu"], weights, self.states, shape)
         self.mailboxes = Mailboxes(
             device, self.engine, sum(len(p.boxes) for p in self.parts.values())
         )
@@ -137,25 +139,35 @@ class GpuExecutor:
         try:
             self._inputs.set(ids, step)
             self.mailboxes.set_sizes(step.tokens, step.rows)
+            if self.residency.changes:
+                self.device.run(self.residency.due())
             found = self._phases[phase].run(step)
         except BaseException:  # Ctrl-C too
             self._recover()
             raise
+        self.residency.called()
         self._is_under_way = False
         return found
 
     def set_residency(self, layer: int, experts: Sequence[int]) -> None:
-        """Give a layer's slots to these experts; nothing is captured again.
+        """Give a layer's slots to these experts from the second call on; nothing is captured again.
 
-        Raises UnsupportedInputError for experts that are not there, given twice or too many.
+        Their bytes are copied behind the first.  Raises UnsupportedInputError for experts that are
+        not there, given twice or too many.
         """
         if self._is_closed:
             raise ExecutionError("this executor was closed: load the plan again")
         if self._is_under_way:
             self._recover()
-        self.device.run(self.residency.change(layer, experts))
+        self.residency.change(layer, experts)
+
+    def settle_residency(self) -> None:
+        """Wait until every change of slots is done."""
+        if not self.residency.changes:
+            return
+        self.residency.settle()
         if not self.device.finish(lambda: None, phases.PATIENCE):
-            raise ExecutionError(f"copies of layer {layer}'s experts did not end in time")
+            raise ExecutionError("copies of hot experts did not end in time")
 
     def count_experts(self, on: bool) -> RouterCounts | None:
         """Count which experts are chosen in the calls to come, or no longer.
@@ -177,6 +189,8 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
+        if not self._is_closed:
+            self.settle_residency()  # memory must not be given back below a copy
         self._is_closed = True
         self.mailboxes.close()
 
@@ -184,6 +198,7 @@ class GpuExecutor:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
+        self.residency.restart()
         self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------
@@ -230,26 +245,6 @@ class GpuExecutor:
             source = _as_shaped(self._arguments[phase.name][slot.name], view, bound)
             steps.append(self.device.copy(source, target))
         return steps
-
-    def state(self, phase: PhasePlan, use: StateUse) -> InPlaceState:
-        """The cache that a state argument of the phase stands for."""
-        return self.states[argument_slots(phase)[1].index(use.argument)]
-
-    def addresses(self, phase: PhasePlan) -> Addresses:
-        """Where the operands of the phase's native instructions lie."""
-        base = self.arenas["cpu"].data_ptr()
-        return Addresses(
-            lambda root: base + phase.arena.offset(root),
-            self.weights.native,
-            lambda use: self._native_state(phase, use),
-        )
-
-    def _native_state(self, phase: PhasePlan, use: StateUse) -> Any:
-        type = use.slot.type
-        assert isinstance(type, StateType)
-        parts = self.state(phase, use).parts
-        pages, size = self.shape.pages_of(window_of(type, {})), self.shape.page_size
-        return native_state(type, pages, size, parts[0].shape[0], [p.data_ptr() for p in parts])
 
 
 def _as_shaped(staged: torch.Tensor, view: View, sizes: dict[str, int]) -> torch.Tensor:

@@ -21,15 +21,14 @@ from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import op_def
 from ktgraph.runtime.cache import InPlaceState
-from ktgraph.runtime.executor import ExecutionError, TraceEvent
+from ktgraph.runtime.errors import ExecutionError
+from ktgraph.runtime.executor import TraceEvent
 from ktgraph.runtime.gpu.device import Fetch, Fork, KernelCall, Span, Step
 from ktgraph.runtime.gpu.inputs import Sizes
 from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts
 from ktgraph.runtime.gpu.streaming import WeightStream
 from ktgraph.runtime.gpu.watch import Watch
-from ktgraph.runtime.kernels_cpu import engine_kernel
 from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
-from ktgraph.runtime.native import native_operand
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
 from ktgraph.runtime.plan import PhasePlan, batch_windows, kernel_of, op_line
 from ktgraph.runtime.router_counts import is_route
@@ -76,12 +75,13 @@ class BoundPhase:
         self.parts = parts
         self.first_box = first_box
         self._plans: dict[int, Any] = {}  # native parts by their place
-        self._answering = [self._native_plan(items) for items in parts.boxes]
+        native = executor.binding
+        self._answering = [native.plan(phase, items) for items in parts.boxes]
         for number, plan in enumerate(self._answering):
             executor.mailboxes.answer(first_box + number, plan)
         for place, part in enumerate(parts.order):
             if part.kind == "native":
-                self._plans[place] = self._native_plan(part.items)
+                self._plans[place] = native.plan(phase, part.items)
         self._results = self._result_refs()
         self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
         # a captured copy would not see that experts moved
@@ -95,20 +95,6 @@ class BoundPhase:
             self.device.host(max(r.numel() * r.element_size(), 1))
             for r in self._results_at(most.tokens, most.rows)
         ]
-
-    def _native_plan(self, items: Sequence[Instruction]) -> Any:
-        from ktgraph.cpu_kernels import load_native
-
-        sizes = self.phase.arena.sizes
-        at = self.executor.addresses(self.phase)
-        plan = load_native().Plan(self.executor.engine, sizes.tokens, sizes.rows)
-        for item in items:
-            operands = [native_operand(o, at) for o in item.operands]
-            try:
-                plan.add(engine_kernel(item.kernel), operands, dict(item.attrs))
-            except ValueError as error:
-                raise ExecutionError(f"{error}\n  in: {op_line(self.phase, item)}") from error
-        return plan
 
     def _result_refs(self) -> list[TensorRef]:
         """The logits, or every tensor that a plain module returns."""
@@ -364,7 +350,7 @@ class BoundPhase:
         if isinstance(ref, WeightUse):
             return self.executor.weights.on_gpu(ref, self.device.weight)
         if isinstance(ref, StateUse):
-            return self.executor.state(self.phase, ref)
+            return self.executor.binding.state(self.phase, ref)
         return batches[ref.window]
 
     # -- on the host -----------------------------------------------------------------------------

@@ -1,16 +1,19 @@
-"""Which experts of a layer have slots on the GPU, and how that is changed between two steps.
+"""Which experts of a layer have slots on the GPU, and how that is changed while calls go on.
 
 A change copies experts' bytes into slots and writes the layer's table, both at addresses that
 captured graphs have, so nothing is captured again.  The GPU masks the ids that it hands over by the
-same table, so an expert is computed on one side.  Host memory holds every expert in the CPU's
-tiles; packed experts are copied as they are, dense ones are unpacked for it.
+same table, so an expert is computed on one side.  Packed experts are copied as the host has them,
+dense ones are unpacked for it.
+
+A change takes two calls: experts that leave are struck from the table before the first, the copies
+run on their own stream behind it, and before the second, behind the copies, the new ones are
+entered.  So the same calls give the same results, however fast the link is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import cast
@@ -19,89 +22,34 @@ import torch
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.errors import UnsupportedInputError, is_whole
-from ktgraph.placement.popularity import SAME_EXPERTS, original, router_name
-from ktgraph.runtime.gpu.device import GpuDevice, Step
+from ktgraph.ops.tensor import torch_dtype
+from ktgraph.runtime.gpu.device import Fetch, GpuDevice, Step
+from ktgraph.runtime.hot_slots import (
+    HotLayer,
+    HotStack,
+    has_same_bytes,
+    hot_layers,
+)
+from ktgraph.runtime.native import dense_dtype
 from ktgraph.runtime.operands import WeightUse
-from ktgraph.runtime.packed import LoadedWeights
+from ktgraph.runtime.packed import LoadedWeights, use_nbytes
 from ktgraph.runtime.plan import Plan
 
-Stack = tuple[str, "int | None"]  # a weight by name, and which member of a family
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # sources and targets of copies
 
 
 @dataclass
-class HotStack:
-    """The slots of one stack of experts, and the stack on the host that they are filled from."""
+class Change:
+    """A change of one layer's slots; `experts` of every slot, meanwhile and then.
 
-    slots: WeightUse
-    source: WeightUse
-
-
-@dataclass
-class HotLayer:
-    """A layer's table, and the stacks that it speaks of.  `experts[slot]` is an expert or -1.
-
-    router: the gate that chooses among them, as profiles name it.
+    calls: that have ended since it began.
     """
 
-    table: WeightUse
-    router: str
-    stacks: list[HotStack] = field(default_factory=list[HotStack])
-    experts: list[int] = field(default_factory=list[int])
-
-    @property
-    def of(self) -> int:
-        """Experts of the layer."""
-        return self.table.type.dims[0].const()
-
-
-def hot_layers(plan: Plan) -> dict[int, HotLayer]:
-    """The layers of a plan that have slots, by number; `experts` are not known yet."""
-    module = plan.module
-    uses = plan.loaded()
-    names = {u.key: original(module, u.ref, u.index, SAME_EXPERTS) for u in uses}
-    sources: dict[Stack, list[WeightUse]] = {}
-    for use in (u for u in uses if u.device == "cpu"):
-        ref, index = names[use.key]
-        sources.setdefault((ref.name, index), []).append(use)
-    tables = {(u.ref.name, u.index): u for u in uses}
-    routers = dict(_routers(plan))
-    found: dict[int, HotLayer] = {}
-    for use in uses:
-        ref, index = names[use.key]
-        weight = module.weights[ref.name]
-        if weight.recipe is None or weight.recipe.kind != "resident":
-            continue
-        at = {} if index is None else {weight.var: index}
-        stack, table = (
-            (a, None if a.index is None else a.index.at(at)) for a in weight.recipe.args
-        )
-        below, member = original(module, *stack, SAME_EXPERTS)
-        # where the host holds a stack twice, the form that needs no unpacking
-        source = max(sources[below.name, member], key=lambda s: _same_bytes(use, s))
-        held = tables[table[0].name, table[1]]
-        layer = found.setdefault(_number(held, found), HotLayer(held, routers[held.key]))
-        layer.stacks.append(HotStack(use, source))
-    return dict(sorted(found.items()))
-
-
-def _routers(plan: Plan) -> Iterator[tuple[str, str]]:
-    """By key of a table: the gate whose choices are told apart by it."""
-    for phase in plan.phases:
-        for item in phase.instructions:
-            step = phase.step(item)
-            route = step.op.value(0).producer if step.op.name == "moe.split_ids" else None
-            if route is not None:
-                (table,) = (o for o in item.operands if isinstance(o, WeightUse))
-                yield table.key, router_name(plan.module, route, step.bindings)
-
-
-def _number(table: WeightUse, found: dict[int, HotLayer]) -> int:
-    """The layer in the table's name; without one, the number of layers before it."""
-    named = re.search(r"\[(\d+)\]", table.key)
-    if named is not None:
-        return int(named[1])
-    known = [n for n, layer in found.items() if layer.table.key == table.key]
-    return known[0] if known else len(found)
+    layer: HotLayer
+    meanwhile: list[int]
+    then: list[int]
+    copy: Fetch
+    calls: int = 0
 
 
 class Residency:
@@ -111,39 +59,124 @@ class Residency:
         self.device = device
         self.weights = weights
         self.layers = hot_layers(plan)
+        self.changes: list[Change] = []  # under way
         for layer in self.layers.values():
             held = weights.tensors[layer.table.key].cpu().tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             table = cast("list[int]", held)
             slots = layer.stacks[0].slots.type.dims[0].const()
             layer.experts = [table.index(s) if s in table else -1 for s in range(slots)]
+            self._fill([s for s in layer.stacks if s.is_filled], layer.experts)
+        # what each layer comes to once every change has run
+        self._planned = {n: list(x.experts) for n, x in self.layers.items()}
+
+    def _fill(self, stacks: Sequence[HotStack], experts: Sequence[int]) -> None:
+        """Make slots and copy the experts there; slots of none stay as the memory was."""
+        for stack in stacks:
+            self.weights.tensors[stack.slots.key] = _room(self.device, stack.slots)
+            for slot, expert in enumerate(experts):
+                if expert >= 0:  # one at a time: dense ones are unpacked for it
+                    self.device.run([self.device.copy(*self._pair(stack, expert, slot))])
+                    self.device.finish(lambda: None, float("inf"))
 
     def resident(self) -> dict[int, list[int]]:
-        """The hot experts of each layer, in order of their slots."""
-        return {n: [e for e in x.experts if e >= 0] for n, x in self.layers.items()}
+        """The hot experts of each layer, in order of their slots, once every change has run."""
+        return {n: [e for e in experts if e >= 0] for n, experts in self._planned.items()}
 
-    def change(self, number: int, experts: Sequence[int]) -> list[Step]:
-        """Steps that give a layer's slots to these experts; those that have one keep it.
+    # -- changes ----------------------------------------------------------------------------------
+    def change(self, number: int, experts: Sequence[int]) -> None:
+        """Begin to give a layer's slots to these experts; those that have one keep it.
 
-        They run when no step is under way.  Raises UnsupportedInputError.
+        Between two calls.  Raises UnsupportedInputError.
         """
         layer = self._checked(number, experts)
-        wanted = list(dict.fromkeys(experts))
-        after = [e if e in wanted else -1 for e in layer.experts]
-        moved: list[tuple[int, int]] = []
-        for expert in (e for e in wanted if e not in after):
-            slot = after.index(-1)
-            after[slot] = expert
-            moved.append((expert, slot))
-        kept = [e if e == old else -1 for e, old in zip(after, layer.experts, strict=True)]
-        copies = [self._copy(s, *move) for s in layer.stacks for move in moved]
-        # until its bytes are there, a slot has no expert: a copy that fails leaves a whole table
-        return [self._write(layer, kept), *copies, self._write(layer, after)]
+        before, wanted = self._planned[number], list(dict.fromkeys(experts))
+        then = [e if e in wanted else -1 for e in before]
+        moves: list[tuple[int, int]] = []
+        for expert in (e for e in wanted if e not in then):
+            slot = then.index(-1)
+            then[slot] = expert
+            moves.append((expert, slot))
+        meanwhile = [e if e == old else -1 for e, old in zip(then, before, strict=True)]
+        for stack in layer.stacks if moves else ():
+            _check_same_numbers(stack)
+        self._end([c for c in self.changes if c.layer is layer])
+        if moves:
+            change = Change(layer, meanwhile, then, self._copies(layer, moves))
+            self.device.run(self._beginning(change))
+            self.changes.append(change)
+        else:
+            self.device.run([self._write(layer, then)])
+        self._planned[number] = then
 
+    def due(self) -> list[Step]:
+        """Steps in front of a call, which enter experts whose copies had a call to run behind."""
+        return [s for c in self.changes if c.calls for s in self._ending(c)]
+
+    def called(self) -> None:
+        """Note that a call has ended, with what was due in front of it."""
+        self.changes = [c for c in self.changes if not c.calls]
+        for change in self.changes:
+            change.calls += 1
+
+    def settle(self) -> None:
+        """Let every change run to its end; does not wait."""
+        self._end(list(self.changes))
+
+    def restart(self) -> None:
+        """After a failure, when nothing is under way on the GPU: begin unfinished changes again."""
+        for change in self.changes:
+            self.device.run(self._beginning(change))
+
+    def _end(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self.device.run(self._ending(change))
+            self.changes.remove(change)
+
+    def _beginning(self, change: Change) -> list[Step]:
+        """The slots to be filled have no expert until their bytes are there."""
+        fetch = self.device.fetch(change.copy, None)
+        return [self._write(change.layer, change.meanwhile), fetch]
+
+    def _ending(self, change: Change) -> list[Step]:
+        return [self.device.fetched(change.copy), self._write(change.layer, change.then)]
+
+    def _copies(self, layer: HotLayer, moves: Sequence[tuple[int, int]]) -> Fetch:
+        targets = [
+            _rows(self.weights.tensors[stack.slots.key], stack.slots)[slot]
+            for stack in layer.stacks
+            for _, slot in moves
+        ]
+        return Fetch(lambda: [self._pair(s, *m) for s in layer.stacks for m in moves], targets)
+
+    def _write(self, layer: HotLayer, experts: Sequence[int]) -> Step:
+        table = torch.full((layer.of,), -1, dtype=torch.int32)
+        for slot, expert in enumerate(experts):
+            if expert >= 0:
+                table[expert] = slot
+        write = self.device.copy(table, self.weights.tensors[layer.table.key])
+
+        def step() -> None:
+            write()
+            layer.experts = list(experts)
+
+        return step
+
+    def _pair(self, stack: HotStack, expert: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An expert's bytes on the host, and its slot."""
+        slots, whole = (self.weights.tensors[u.key] for u in (stack.slots, stack.source))
+        target = _rows(slots, stack.slots)[slot]
+        if stack.slots.form == "tile":
+            return _rows(whole, stack.source)[expert], target
+        if stack.source.form != "tile":
+            return whole[expert].to(slots.dtype), target
+        return _unpacked(whole, stack.source, expert).to(slots.dtype), target
+
+    # -- streamed layers --------------------------------------------------------------------------
     def stack_of(self, use: WeightUse) -> ResidentStack | None:
         """The slots that hold the very bytes of some experts of a streamed weight."""
         for layer in self.layers.values():
             for stack in layer.stacks:
-                if stack.source.key == use.key and _same_bytes(stack.slots, use):
+                if stack.source.key == use.key and has_same_bytes(stack.slots, use):
                     slots = self.weights.tensors[stack.slots.key]
                     return ResidentStack(layer, slots, use.type.dims[0].const())
         return None
@@ -170,30 +203,6 @@ class Residency:
             )
         return layer
 
-    def _write(self, layer: HotLayer, experts: Sequence[int]) -> Step:
-        table = torch.full((layer.of,), -1, dtype=torch.int32)
-        for slot, expert in enumerate(experts):
-            if expert >= 0:
-                table[expert] = slot
-        write = self.device.copy(table, self.weights.tensors[layer.table.key])
-
-        def step() -> None:
-            write()
-            layer.experts = list(experts)
-
-        return step
-
-    def _copy(self, stack: HotStack, expert: int, slot: int) -> Step:
-        target, source = stack.slots, stack.source
-        slots = self.weights.tensors[target.key]
-        whole = self.weights.tensors[source.key]
-        if target.form == "tile":
-            _check_same_tiles(target, source)
-            rows = slots.view(target.type.dims[0].const(), -1)
-            return self.device.copy(whole.view(source.type.dims[0].const(), -1)[expert], rows[slot])
-        found = _unpacked(whole, source, expert) if source.form == "tile" else whole[expert]
-        return self.device.copy(found.to(slots.dtype), slots[slot])
-
 
 @dataclass(frozen=True)
 class ResidentStack:
@@ -203,14 +212,12 @@ class ResidentStack:
     slots: torch.Tensor
     experts: int
 
-    def parts(
-        self, source: torch.Tensor, target: torch.Tensor
-    ) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def parts(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Pairs]:
         """Pairs that fill the target with the source: resident experts from their slots."""
         here, there = source.view(self.experts, -1), target.view(self.experts, -1)
         slots = self.slots.view(len(self.layer.experts), -1)
 
-        def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def pairs() -> Pairs:
             slot_of = {e: s for s, e in enumerate(self.layer.experts) if e >= 0}
             found = [(slots[s], there[e]) for e, s in slot_of.items()]
             for start, end in _gaps(sorted(slot_of), self.experts):
@@ -227,22 +234,26 @@ def _gaps(taken: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
             yield before + 1, after
 
 
-def _check_same_tiles(target: WeightUse, source: WeightUse) -> None:
-    if not _same_bytes(target, source):
+def _room(device: GpuDevice, slots: WeightUse) -> torch.Tensor:
+    """Memory of the GPU for slots."""
+    room = device.empty(use_nbytes(slots))
+    if slots.form == "tile":
+        return room
+    return room.view(torch_dtype(dense_dtype(slots))).view([d.const() for d in slots.type.dims])
+
+
+def _rows(held: torch.Tensor, use: WeightUse) -> torch.Tensor:
+    """A stack by expert or slot: packed bytes [E, bytes], dense ones as they are."""
+    return held.view(use.type.dims[0].const(), -1) if use.form == "tile" else held
+
+
+def _check_same_numbers(stack: HotStack) -> None:
+    if not stack.is_filled:
         raise UnsupportedInputError(
-            f"@{target.ref.name} and @{source.ref.name} are stored differently, so experts cannot "
-            "move between them: let one rule give both the same encoding"
+            f"@{stack.slots.ref.name} and @{stack.source.ref.name} are stored differently, so "
+            "experts cannot move between them: give both the same encoding, by a policy that "
+            "names it or by one rule"
         )
-
-
-def _same_bytes(slots: WeightUse, stack: WeightUse) -> bool:
-    """Whether an expert has the same bytes in both."""
-    if slots.form != stack.form:
-        return False
-    if slots.form != "tile":
-        return slots.form == "stored" and slots.type.encoding == stack.type.encoding
-    a, b = slots.tile, stack.tile
-    return (a.format, a.group, a.gate_up) == (b.format, b.group, b.gate_up)
 
 
 def _unpacked(packed: torch.Tensor, use: WeightUse, expert: int) -> torch.Tensor:
@@ -255,4 +266,4 @@ def _unpacked(packed: torch.Tensor, use: WeightUse, expert: int) -> torch.Tensor
     )  # fmt: skip
 
 
-__all__ = ["HotLayer", "HotStack", "Residency", "hot_layers"]
+__all__ = ["Change", "Residency"]

@@ -18,7 +18,7 @@ import torch
 
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.device import (
     Fetch,
     Fork,

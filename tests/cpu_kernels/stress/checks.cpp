@@ -7,9 +7,14 @@
 
 #include "service.h"
 
+#define KTG_ISA checks
+#define KTG_IN inline
+#include "kernels/units.h"
+
 namespace stress {
 
 using namespace ktg;
+using ktg::checks::NearUnits;
 
 namespace {
 
@@ -50,7 +55,7 @@ std::string error_of(Engine& engine, Failing& f) {
 
 struct Units {
   Engine* engine;
-  long groups, per_group;
+  long parts, count;
   std::vector<uint32_t> counters;
   std::vector<std::atomic<int>> taken;
 };
@@ -58,9 +63,8 @@ struct Units {
 void near_body(void* arg, int tid) {
   Units& u = *static_cast<Units*>(arg);
   const Ctx ctx = context(*u.engine, tid, u.counters.data());
-  const long first = next_unit_near(ctx, 1, u.groups, u.per_group);
-  for (long unit = first; unit >= 0; unit = next_unit_near(ctx, 1, u.groups, u.per_group))
-    ++u.taken.at(size_t(unit));
+  NearUnits units{ctx, 1, u.parts, u.count};
+  for (long part, index; units.next(&part, &index);) ++u.taken.at(size_t(index * u.parts + part));
 }
 
 void plain_body(void* arg, int tid) {
@@ -69,9 +73,9 @@ void plain_body(void* arg, int tid) {
   for (long unit; (unit = next_unit(ctx, 0)) < long(u.taken.size());) ++u.taken[size_t(unit)];
 }
 
-void check_once(Engine& e, Engine::Body body, long groups, long per_group) {
-  Units u{&e, groups, per_group, std::vector<uint32_t>(kPhases * 16),
-          std::vector<std::atomic<int>>(size_t(groups * per_group))};
+void check_once(Engine& e, Engine::Body body, long parts, long count) {
+  Units u{&e, parts, count, std::vector<uint32_t>(kPhases * 16),
+          std::vector<std::atomic<int>>(size_t(parts * count))};
   {
     std::lock_guard<std::mutex> lock(e.mutex());
     e.run(body, &u);
@@ -84,13 +88,18 @@ void check_own_first() {
   Engine e(3, {}, "", {0, 1, 2});
   std::vector<uint32_t> counters(kPhases * 16);
   const Ctx ctx = context(e, 1, counters.data());
-  // Five groups of two units among three nodes: 1, 2 and 2 groups.
-  const long order[] = {2, 3, 4, 5, 6, 7, 8, 9, 0, 1};
-  for (long unit : order)
-    expect(next_unit_near(ctx, 0, 5, 2) == unit, "a node's own units come first");
-  expect(next_unit_near(ctx, 0, 5, 2) == -1, "units end");
+  // Five parts among three nodes: part 0; 1 and 2; 3 and 4. Two units of each.
+  const long order[][2] = {{1, 0}, {2, 0}, {1, 1}, {2, 1}, {3, 0},
+                           {4, 0}, {3, 1}, {4, 1}, {0, 0}, {0, 1}};
+  NearUnits units{ctx, 0, 5, 2};
+  long part, index;
+  for (const auto& unit : order)
+    expect(units.next(&part, &index) && part == unit[0] && index == unit[1],
+           "a node's own units come first");
+  expect(!units.next(&part, &index), "units end");
   reset_units(ctx, 0);
-  expect(next_unit_near(ctx, 0, 5, 2) == 2, "units begin again after reset_units");
+  NearUnits again{ctx, 0, 5, 2};
+  expect(again.next(&part, &index) && part == 1, "units begin again after reset_units");
 }
 
 }  // namespace
@@ -108,9 +117,9 @@ void check_units() {
   check_own_first();
   Engine one(1, {}, ""), three(3, {}, ""), nodes(5, {}, "", {7, 3, 3, 5, 7});
   for (Engine* e : {&one, &three, &nodes})
-    for (long groups : {0L, 1L, 2L, 7L, 40L}) {
-      check_once(*e, plain_body, groups, 3);
-      check_once(*e, near_body, groups, 3);
+    for (long parts : {0L, 1L, 2L, 7L, 40L}) {
+      check_once(*e, plain_body, parts, 3);
+      check_once(*e, near_body, parts, 3);
     }
 }
 

@@ -10,7 +10,7 @@ namespace stress {
 // and the engine must go on working.
 void check_failing_worker(ktg::Engine& engine, uint64_t seed);
 
-// next_unit and next_unit_near hand out each unit once, a node's own units first.
+// next_unit and NearUnits hand out each unit once, a node's own units first.
 void check_units();
 
 // A service answers a request that fails, and all after it, with the failure mark.

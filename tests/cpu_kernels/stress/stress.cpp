@@ -27,6 +27,13 @@ struct Level {
   std::vector<std::unique_ptr<Engine>> engines;  // of kThreads
 };
 
+// Threads of larger engines lie on two memory nodes, as far as units go.
+std::unique_ptr<Engine> make_engine(int threads, const std::string& level) {
+  std::vector<int> nodes;
+  for (int t = 0; threads > 2 && t < threads; ++t) nodes.push_back(t % 2);
+  return std::make_unique<Engine>(threads, std::vector<int>{}, level, nodes);
+}
+
 std::vector<Level> make_levels() {
   std::vector<Level> out;
   for (const char* name : kLevels) {
@@ -36,8 +43,7 @@ std::vector<Level> make_levels() {
       continue;  // not on this machine, or not built
     }
     Level level{name, {}};
-    for (int n : kThreads)
-      level.engines.push_back(std::make_unique<Engine>(n, std::vector<int>{}, name));
+    for (int n : kThreads) level.engines.push_back(make_engine(n, name));
     out.push_back(std::move(level));
   }
   return out;
@@ -111,7 +117,7 @@ bool one_round(std::vector<Level>& levels, Random& random, long call) {
   if (call % 50 == 17 && !side_by_side(level, random)) return false;
   if (call % 50 == 33) {  // engines come and go
     const size_t i = size_t(random.below(long(level.engines.size())));
-    level.engines[i] = std::make_unique<Engine>(kThreads[i], std::vector<int>{}, level.name);
+    level.engines[i] = make_engine(kThreads[i], level.name);
   }
   if (call % 25 == 8) check_failing_worker(*level.engines[1 + random.below(3)], random.bits());
   return same_bits(level, *random_work(random, level.engines[0]->table()), random);

@@ -35,7 +35,7 @@ struct FormatRow {
 };
 const FormatRow kFormats[] = {
     {"f32", {0}, {"f32"}},
-    {"bf16", {0}, {"f32"}},
+    {"bf16", {0}, {"f32", "bf16"}},
     {"int8", {0}, {"f32", "int8"}},
     {"int4", {32, 64, 128}, {"f32", "int8"}},
     {"int4p", {32, 64, 128}, {"int8"}},
@@ -43,7 +43,7 @@ const FormatRow kFormats[] = {
     {"int4z", {32, 64, 128}, {"f32", "int8"}},
     {"mxfp4", {32}, {"f32", "int8"}},
     {"f16", {0}, {"f32"}},
-    {"fp8", {128}, {"f32"}},
+    {"fp8", {128}, {"f32", "bf16"}},
     {"q4_0", {0}, {"int8"}},
     {"q8_0", {0}, {"int8"}},
     {"q4_k", {0}, {"int8"}},
@@ -107,6 +107,7 @@ class Builder {
       std::fprintf(stderr, "stress: a row of kFormats is wrong: %s: %s\n", format, error);
       std::exit(2);
     }
+    o.w.many_rows = r.below(2) ? 0 : r.between(1, 20);
     char* stack = memory(size_t(o.w.stride * count));
     o.w.data = stack;
     for (long m = 0; m < count && from_gguf(o.w.format); ++m) {

@@ -11,7 +11,7 @@ from hybrid_models import OPTIONS, bind, greedy, place
 from lowered_models import prompts
 
 from ktgraph.ir.graph import Module
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.device import Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 

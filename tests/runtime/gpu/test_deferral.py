@@ -21,7 +21,7 @@ from lowered_models import prompts
 
 from ktgraph.ir.graph import Module
 from ktgraph.runtime import arena
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import AWAIT, cut
 from ktgraph.runtime.plan import Plan

@@ -12,7 +12,7 @@ from hybrid_models import Hybrid, make_hybrid
 from lowered_models import prompts
 
 from ktgraph.cpu_kernels import load_native
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu import phase as phase_module
 from ktgraph.runtime.gpu.device import KernelCall, Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice

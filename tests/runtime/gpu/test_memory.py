@@ -34,7 +34,7 @@ def test_the_need_of_each_device(model: str, quantize: str | None, experts: str)
     executor, plan = pair.executor, pair.runner.plan
     need = memory_need(plan, executor.shape, 2)
     held: dict[str, int] = {"cpu": 0, GPU: 0}
-    for use in plan.loaded():
+    for use in plan.held():
         held[use.device] += executor.weights.tensors[use.key].nbytes
     assert held == {d: need.on(d).of("weights") for d in held}
     for device in held:

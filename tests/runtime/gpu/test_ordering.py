@@ -24,7 +24,7 @@ from lowered_models import MODELS, prompts
 from ktgraph.ir import parse_module
 from ktgraph.ir.graph import Module
 from ktgraph.runtime import arena
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu import streaming
 from ktgraph.runtime.gpu.ordering import faults
 from ktgraph.runtime.gpu.parts import cut

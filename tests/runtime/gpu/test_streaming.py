@@ -8,7 +8,7 @@ import pytest
 from hybrid_models import Hybrid, gqa_layers, make_hybrid, plan_of
 from lowered_models import prompts
 
-from ktgraph.runtime.executor import ExecutionError
+from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 from ktgraph.runtime.gpu.streaming import WeightStream, buffer_nbytes, copy_nbytes, streamed
 
