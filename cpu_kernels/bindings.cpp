@@ -407,7 +407,8 @@ auto unpack(uintptr_t src, long index, const std::string& format, long rows, lon
 // Bytes for packed weights: aligned to huge pages when large, which saves many TLB misses in
 // decode.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> empty_packed(size_t nbytes) {
-  const size_t huge = size_t(2) << 20, align = nbytes >= huge ? huge : 64;
+  // Whole pages of its own: a GPU's driver registers pages, whoever else has bytes on them.
+  const size_t huge = size_t(2) << 20, page = 4096, align = nbytes >= huge ? huge : page;
   const size_t padded = (nbytes + align - 1) / align * align;
   void* p = std::aligned_alloc(align, padded ? padded : align);
   if (!p) throw std::bad_alloc();
@@ -612,7 +613,7 @@ NB_MODULE(_native, m) {
   m.def("unpack", &unpack, "src"_a, "index"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 0,
         "count"_a = 1, "gate_up"_a = false);
   m.def("empty_packed", &empty_packed, "nbytes"_a,
-        "Aligned uint8 array for packed weights; contents unspecified.");
+        "uint8 array in pages of its own, for weights; contents unspecified.");
   m.def("isa_info", &isa_info, "Detected CPU flags, the chosen level and why.");
   m.def(
       "default_cpus", [](const std::string& root) { return order_cpus(read_topology(root)); },

@@ -139,8 +139,13 @@ std::vector<Unit> units() {
   if (has("avx512_bf16")) found.push_back({"avx512_bf16", avx512_bf16_limits::bf16, 100'000});
   if (has("avx512_vnni")) found.push_back({"avx512_vnni", avx512_vnni_limits::int8, 300'000});
   if (!may_use_tiles()) return found;
-  if (has("amx_bf16")) found.push_back({"amx_bf16", avx512_amx_limits::bf16, 40'000});
-  if (has("amx_int8")) found.push_back({"amx_int8", avx512_amx_limits::int8, 40'000});
+  const auto add = [&found](const char* name, ArithmeticLoop loop) {
+    found.push_back({name, loop, 40'000});
+  };
+  if (has("amx_bf16")) add("amx_bf16_loaded", avx512_amx_limits::bf16_loaded);
+  if (has("amx_bf16")) add("amx_bf16", avx512_amx_limits::bf16);
+  if (has("amx_int8")) add("amx_int8_loaded", avx512_amx_limits::int8_loaded);
+  if (has("amx_int8")) add("amx_int8", avx512_amx_limits::int8);
   return found;
 }
 
@@ -187,9 +192,10 @@ void bind_limits(nb::module_& m) {
   m.def("read_bandwidth", &read_bandwidth, "data"_a, "nbytes"_a, "threads"_a, "passes"_a = 5,
         released, "Bytes/s of each pass over a buffer, pinned threads reading a part each.");
   m.def("arithmetic_units", &arithmetic_units,
-        "Units this CPU has: f32, avx512_bf16, avx512_vnni, amx_bf16, amx_int8.");
+        "Units this CPU has: f32, avx512_bf16, avx512_vnni, amx_bf16, amx_int8; _loaded: tiles are "
+        "loaded from the first-level cache for every product.");
   m.def("arithmetic_peak", &arithmetic_peak, "unit"_a, "threads"_a, "seconds"_a = 0.1, released,
-        "Operations/s of a unit in registers (a multiply-add is two), summed over threads.");
+        "Operations/s of a unit (a multiply-add is two), summed over threads.");
 }
 
 }  // namespace ktg

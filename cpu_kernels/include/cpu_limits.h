@@ -31,6 +31,8 @@ double bf16(long rounds);
 namespace avx512_amx_limits {
 double int8(long rounds);  // the thread needs permission to use tiles
 double bf16(long rounds);
+double int8_loaded(long rounds);  // operands come from the first-level cache
+double bf16_loaded(long rounds);
 }  // namespace avx512_amx_limits
 
 }  // namespace ktg

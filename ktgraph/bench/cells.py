@@ -38,7 +38,8 @@ class Cell:
     bandwidth: tuple[float, float] = (0.0, 0.0)  # DRAM read before and after, bytes/s
     steady: bool = True  # whether the two readings agree
     unit: str = ""  # the fastest arithmetic unit for the format
-    peak: float = 0.0  # of that unit, operations/s
+    peak: float = 0.0  # of that unit in registers, operations/s
+    loaded: float = 0.0  # of tiles that are loaded for every product; 0 without tiles
     error_f32: float = 0.0
     error_dequantized: float | None = None
     layers: int = 0
@@ -70,6 +71,11 @@ class Cell:
     @property
     def of_peak(self) -> float:
         return self.rate / self.peak
+
+    @property
+    def of_loaded(self) -> float | None:
+        """Share of what tiles reach whose operands are loaded; None without tiles."""
+        return self.rate / self.loaded if self.loaded else None
 
     @property
     def bound(self) -> str:

@@ -171,6 +171,7 @@ class Bench:
             flops=shape.flops(key.tokens),
             unit=unit,
             peak=peaks[unit],
+            loaded=peaks.get(f"{unit}_loaded", 0.0),
             layers=layers,
             footprint=layers * shape.experts * stack.bytes_of_expert,
             cache=self._cpu.last_level_cache,

@@ -16,7 +16,7 @@ from ktgraph.bench.shapes import bits_of
 
 COLUMNS = (
     "shape", "tokens", "format", "subject", "threads", "ms", "GB/s", "% DRAM", "GFLOP/s", "% peak",
-    "bound", "error f32", "error deq.",
+    "% loaded", "bound", "error f32", "error deq.",
 )  # fmt: skip
 LEFT = ("shape", "format", "subject", "bound")
 
@@ -26,10 +26,11 @@ def row_of(cell: Cell) -> tuple[str, ...]:
     k = cell.key
     exact = "" if cell.error_dequantized is None else f"{cell.error_dequantized:.4f}"
     unsteady = "" if cell.steady else " ?"
+    loaded = "" if cell.of_loaded is None else f"{cell.of_loaded:.0%}"
     return (
         k.shape, str(k.tokens), k.format, k.subject, str(k.threads), f"{cell.seconds * 1e3:.3f}",
         f"{cell.speed / 1e9:.1f}", f"{cell.of_bandwidth:.0%}{unsteady}", f"{cell.rate / 1e9:.0f}",
-        f"{cell.of_peak:.1%}", cell.bound, f"{cell.error_f32:.4f}", exact,
+        f"{cell.of_peak:.1%}", loaded, cell.bound, f"{cell.error_f32:.4f}", exact,
     )  # fmt: skip
 
 
@@ -103,7 +104,8 @@ def csv_text(store: Store) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ("shape", "tokens", "format", "subject", "threads", "seconds", "runs", "bytes", "flops",
-         "bandwidth_before", "bandwidth_after", "of_bandwidth", "unit", "peak", "of_peak", "bound",
+         "bandwidth_before", "bandwidth_after", "of_bandwidth", "unit", "peak", "of_peak", "loaded",
+         "bound",
          "error_f32", "error_dequantized", "layers", "footprint", "cache", "steady", "load", "date",
          "refused")
     )  # fmt: skip
@@ -117,7 +119,7 @@ def _csv_row(c: Cell) -> tuple[Any, ...]:
     shares = (0.0, 0.0, "") if c.refused else (c.of_bandwidth, c.of_peak, c.bound)
     return (
         k.shape, k.tokens, k.format, k.subject, k.threads, c.seconds, c.runs, c.bytes, c.flops,
-        *c.bandwidth, shares[0], c.unit, c.peak, shares[1], shares[2], c.error_f32,
+        *c.bandwidth, shares[0], c.unit, c.peak, shares[1], c.loaded, shares[2], c.error_f32,
         c.error_dequantized, c.layers, c.footprint, c.cache, c.steady, c.load, c.date, c.refused,
     )  # fmt: skip
 
@@ -126,7 +128,8 @@ LEGEND = (
     "Weights are physical copies of several layers in rotation. ms: median of one layer's runs. "
     "% DRAM: bytes of the experts in use over the better of the bandwidth readings before and "
     "after (? where they differ by more than 10 %). % peak: of the fastest unit this CPU has for "
-    "the format. Errors: norm of the difference over the norm of the output, against float32 and "
+    "the format, in registers; % loaded: of the same with its tiles loaded from the first-level "
+    "cache. Errors: norm of the difference over the norm of the output, against float32 and "
     "against the dequantized weights."
 )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,23 +85,25 @@ class Deck:
     Which slots share an expert is random (every token draws top_k of E); which experts these are
     is decided by use: the least recently used ones.  So a short batch repeated many times walks
     through all the weights instead of finding some of them in a cache.
+
+    Drawn by numpy: a draw lies between timed runs, and torch's OpenMP threads go on spinning for
+    milliseconds after an operation, on the cores of what is measured.
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self._shape = shape
-        self._rng = torch.Generator().manual_seed(seed)
-        self._order = torch.randperm(shape.experts, generator=self._rng)  # least recent first
+        self._rng = np.random.default_rng(seed)
+        self._order = self._rng.permutation(shape.experts)  # least recent first
 
     def draw(self, ids: Tensor) -> int:
         """Fills ids i32[T, K]; returns how many different experts they name."""
-        noise = torch.rand(ids.shape[0], self._shape.experts, generator=self._rng)
+        noise = self._rng.random((ids.shape[0], self._shape.experts), dtype=np.float32)
         labels = noise.argsort(1)[:, : self._shape.top_k]
-        distinct, where = cast("Any", torch).unique(labels, return_inverse=True)
+        distinct, where = np.unique(labels, return_inverse=True)
         used = len(distinct)
         order = self._order[:used]
-        ids.copy_(order[where])
-        shuffled = order[torch.randperm(used, generator=self._rng)]
-        self._order = torch.cat([self._order[used:], shuffled])
+        ids.numpy()[:] = order[where.reshape(labels.shape)]
+        self._order = np.concatenate([self._order[used:], self._rng.permutation(order)])
         return used
 
 

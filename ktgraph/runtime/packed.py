@@ -141,12 +141,16 @@ def _tiles(evaluator: WeightEvaluator, use: WeightUse) -> torch.Tensor:
 
 
 def _dense(use: WeightUse, evaluator: WeightEvaluator) -> torch.Tensor:
-    """A copy of its own: sources may give views of mapped files or of a live model."""
+    """A copy in pages of its own: sources may give views of mapped files or of a live model."""
+    from ktgraph.cpu_kernels import empty_packed
+
     if use.form == "stored":
         (value,) = evaluator.stored(use.ref, use.index)
     else:
         value = evaluator.tensor(use.ref, use.index)
-    kept = torch.empty(value.shape, dtype=torch_dtype(dense_dtype(use)))
+    dtype = torch_dtype(dense_dtype(use))
+    memory = torch.as_tensor(empty_packed(value.numel() * dtype.itemsize))
+    kept = memory.view(dtype).view(value.shape)
     return kept.copy_(value)
 
 

@@ -47,8 +47,8 @@ from ktgraph.runtime.runner import (
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import WeightSource
 
-FORMAT = 1
-ALIGN = 64
+FORMAT = 2
+ALIGN = 4096  # bytes: every weight begins at a page, as what a GPU copies from must
 TEXTS = ("plan.ktir", "pipeline.txt", "options.json", "target.toml", "weights.json", "env.json")
 PACKED = "packed.bin"
 

@@ -20,15 +20,11 @@ from ktgraph.runtime.gpu.device import (
     Span,
     Step,
 )
-from ktgraph.runtime.gpu.driver import (
-    DriverError,
-    register_host,
-    wait_value,
-)
+from ktgraph.runtime.gpu.driver import DriverError, wait_value
+from ktgraph.runtime.gpu.pinning import Pinned, pin
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.packed import PackedWeight
 
-_PIN_AT_ONCE = 4 << 30  # bytes
 _HELD_STEPS = 96  # fewer launches than a stream queues, or the host would wait for itself
 REQUEST = 1  # the value of every request: a captured graph always writes the same
 
@@ -44,6 +40,7 @@ class CudaDevice(GpuDevice):
         self._pool: Any = None  # scratch of captured graphs, which never run at the same time
         self._end = torch.cuda.Event()
         self._zero = torch.cuda.Event(enable_timing=True)
+        self._pinned: list[Pinned] = []
         self._zero_at = 0.0  # the host's clock when `_zero` was recorded
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -114,9 +111,7 @@ class CudaDevice(GpuDevice):
         if memory.is_pinned():
             return ""
         try:
-            for start in range(0, memory.nbytes, _PIN_AT_ONCE):
-                nbytes = min(_PIN_AT_ONCE, memory.nbytes - start)
-                register_host(memory.data_ptr() + start, nbytes)
+            self._pinned.append(pin(memory))
         except DriverError as error:
             return str(error)
         return ""

@@ -45,7 +45,7 @@ def wait_value(stream: int, address: int, value: int) -> None:
 
 
 def register_host(address: int, nbytes: int) -> None:
-    """Pin memory of this process, so that copies from it run at the link's full rate."""
+    """Pin pages of this process, so that copies from them run at the link's full rate."""
     portable = 1  # CU_MEMHOSTREGISTER_PORTABLE
     _call(
         "cuMemHostRegister_v2",
@@ -55,8 +55,14 @@ def register_host(address: int, nbytes: int) -> None:
     )
 
 
+def unregister_host(address: int) -> None:
+    """End what `register_host` began at this address."""
+    _call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+
 __all__ = [
     "DriverError",
     "register_host",
+    "unregister_host",
     "wait_value",
 ]
