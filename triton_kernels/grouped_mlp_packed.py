@@ -61,7 +61,7 @@ class DecodeConfig:
     down_ahead: bool = True
 
     def down_kb(self, choices: int, *, rounds: bool) -> int:
-        """As many blocks (for bytes pairs of them) as keep a step of h smaller than threads."""
+        """As many blocks, or pairs for bytes, as keep a step of h smaller than the threads."""
         return max(8, 16 * self.down_warps // choices) * (2 if rounds else 1)
 
 
