@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ktgraph.frontends.config_dims import PAIRS, sizes_of, witness_configs
 from ktgraph.frontends.errors import UnsupportedModelError
 from ktgraph.frontends.fx_import import import_graph
-from ktgraph.frontends.hf_build import Source, Twin, build_twin, planned_forms, twin_like
+from ktgraph.frontends.hf_build import Source, Twin, build_twin, twin_like
 from ktgraph.frontends.hf_export import export_step
 from ktgraph.frontends.hf_leaves import LeafReport
 from ktgraph.frontends.roll import group_size, roll_layers
@@ -50,8 +49,6 @@ def trace_hf_full(
 ) -> HfTrace:
     """`trace_hf` with its report; `witnesses` off skips the traces that dims are named from."""
     twin = build_twin(source, dtype)
-    if isinstance(source, PreTrainedConfig):
-        twin.files = planned_forms(twin)
     module, report = _trace(twin)
     if witnesses:
         _attach_witnesses(module, twin)

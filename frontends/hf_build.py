@@ -79,17 +79,6 @@ def _twin_of_gguf(path: Path, dtype: torch.dtype | None) -> Twin:
     return twin
 
 
-def planned_forms(twin: Twin) -> FileForms:
-    """What a quantized checkpoint's config says of its files, which are not here."""
-    from ktgraph.weights.checkpoints import planned_encodings
-
-    given: Any = getattr(twin.config, "quantization_config", None)
-    if given is None:
-        return FileForms()
-    settings = given.to_dict() if hasattr(given, "to_dict") else given
-    return FileForms(encodings=planned_encodings(twin.model, settings))
-
-
 def _file_forms(folder: Path, model: PreTrainedModel) -> FileForms:
     """What the headers of a quantized checkpoint say."""
     from ktgraph.weights.safetensors_source import SafetensorsSource

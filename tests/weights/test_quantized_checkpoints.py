@@ -81,22 +81,6 @@ def test_the_ir_says_how_weights_are_stored(made: Made) -> None:
         assert "transpose(" not in text  # the transpose of a transpose is the weight itself
 
 
-def test_a_config_alone_says_the_same(made: Made) -> None:
-    """Of fp8; the others say in their files which tensors they quantize."""
-    config = load_config(made.folder)
-    if made.name != "fp8":
-        with pytest.raises(CheckpointError, match="only the files' headers say"):
-            trace_hf_full(config, torch.float32, witnesses=False)
-        return
-    found = trace_hf_full(config, torch.float32, witnesses=False).module
-    assert {w.name: w.type for w in found.weights.values()} == {
-        w.name: w.type for w in made.traced.ir.weights.values()
-    }
-    config.quantization_config["weight_block_size"] = [64, 64]
-    with pytest.raises(CheckpointError, match=r"blocks of \[128, 128\] is read"):
-        trace_hf_full(config, torch.float32, witnesses=False)
-
-
 def test_tiles_hold_the_checkpoints_bits(made: Made) -> None:
     """Every packed weight that comes from quantized tensors, against the values, bit by bit."""
     module, source = made.lowered.module, SafetensorsSource(made.folder)

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from ktgraph.frontends.safetensors_files import CheckpointError, Shards
-from ktgraph.ir.types import Encoding
 from ktgraph.weights.checkpoints.compressed_tensors import find_compressed_tensors
-from ktgraph.weights.checkpoints.fp8 import find_fp8, planned_fp8
+from ktgraph.weights.checkpoints.fp8 import find_fp8
 from ktgraph.weights.checkpoints.gptq_awq import find_awq, find_gptq
 from ktgraph.weights.checkpoints.mxfp4 import find_mxfp4
 from ktgraph.weights.checkpoints.quantized import QuantizedTensor
@@ -54,19 +51,4 @@ def find_quantized(shards: Shards, settings: Mapping[str, Any]) -> list[Quantize
     return found
 
 
-def planned_encodings(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Encoding]:
-    """How a checkpoint of the model would store its parameters, by name, from its config alone.
-
-    Raises CheckpointError for a method whose config does not say enough.
-    """
-    method = settings.get("quant_method")
-    if method != "fp8":
-        raise CheckpointError(
-            f"the config says the weights are quantized by {method!r}: which of them, only the "
-            "files' headers say. Give the checkpoint's folder, or plan with quantize= and without "
-            "quantization_config in the config (from a config alone fp8 is planned)"
-        )
-    return planned_fp8(model, settings)
-
-
-__all__ = ["QuantizedTensor", "find_quantized", "planned_encodings"]
+__all__ = ["QuantizedTensor", "find_quantized"]

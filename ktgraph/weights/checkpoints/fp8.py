@@ -9,11 +9,10 @@ and weight_dequant of the DeepSeek-V3 repository (inference/kernel.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
 
 from ktgraph.frontends.safetensors_files import CheckpointError, Shards
 from ktgraph.ir.types import Encoding
@@ -28,40 +27,18 @@ from ktgraph.weights.relayout import StoredInts, fp8_blocks
 
 _WEIGHT, _SCALE = ".weight", ".weight_scale_inv"
 _BLOCK = [128, 128]
-_ENCODING = Encoding("fp8", (("group", 128),))
 
 
 def find_fp8(shards: Shards, settings: Mapping[str, Any]) -> list[QuantizedTensor]:
     """Every e4m3 weight; the others stay as they are stored."""
-    _refuse_other_blocks(shards.folder, settings)
-    keys = [k for k, e in shards.entries.items() if e.dtype == torch.float8_e4m3fn]
-    return [_tensor(shards, key) for key in keys]
-
-
-def planned_fp8(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Encoding]:
-    """What such a checkpoint of the model stores in fp8, by parameter: without its files.
-
-    Every linear layer and stack of experts, but for the output head and what
-    `modules_to_not_convert` names.
-    """
-    _refuse_other_blocks("quantization_config", settings)
-    kept = {"lm_head", *(settings.get("modules_to_not_convert") or ())}
-    found: dict[str, Encoding] = {}
-    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        stacks = [k for k, p in module.named_parameters(recurse=False) if p.dim() == 3]
-        leaves = ["weight"] if isinstance(module, nn.Linear) else stacks
-        if not any(name == k or name.startswith(f"{k}.") for k in kept):
-            found |= dict.fromkeys((f"{name}.{leaf}" for leaf in leaves), _ENCODING)
-    return found
-
-
-def _refuse_other_blocks(where: object, settings: Mapping[str, Any]) -> None:
     block, format = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
     if block is None or list(block) != _BLOCK or format != "e4m3":
         raise CheckpointError(
-            f"{where}: config.json says fp8 with fmt {format!r} and weight_block_size "
+            f"{shards.folder}: config.json says fp8 with fmt {format!r} and weight_block_size "
             f"{block}; e4m3 with blocks of [128, 128] is read"
         )
+    keys = [k for k, e in shards.entries.items() if e.dtype == torch.float8_e4m3fn]
+    return [_tensor(shards, key) for key in keys]
 
 
 def _tensor(shards: Shards, key: str) -> QuantizedTensor:
@@ -76,11 +53,11 @@ def _tensor(shards: Shards, key: str) -> QuantizedTensor:
     expect_dtype(parts[_SCALE], torch.float32, torch.bfloat16)
     blocks = (-(-rows // 128), -(-cols // 128))
     expect_shape(parts[_SCALE], blocks, f"one scale per 128 x 128 block of [{rows}, {cols}]")
-    return QuantizedTensor(key, (rows, cols), _ENCODING, parts, _decode)
+    return QuantizedTensor(key, (rows, cols), Encoding("fp8", (("group", 128),)), parts, _decode)
 
 
 def _decode(parts: Parts) -> StoredInts:
     return fp8_blocks(parts[_WEIGHT], parts[_SCALE])
 
 
-__all__ = ["find_fp8", "planned_fp8"]
+__all__ = ["find_fp8"]
