@@ -66,11 +66,16 @@ class DecodeConfig:
         return max(8, 16 * self.down_warps // choices) * (2 if rounds else 1)
 
 
+_WIDE = 1536  # columns of w2
 DECODE = DecodeConfig()
-DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
+DECODE_WIDE = DecodeConfig(down_warps=8)
+DECODE_BYTES = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
+DECODE_BYTES_WIDE = DecodeConfig(gate_up_kb=128, gate_up_warps=8, down_ahead=False)
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 GATE_UP_SWEEP = (
     DECODE,
+    DECODE_BYTES,
+    DECODE_BYTES_WIDE,
     *(
         DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead)
         for (tiles, kb), warps, ahead in product(((2, 8), (2, 16)), (2, 4, 8), (True, False))
@@ -124,17 +129,19 @@ def grouped_mlp_packed(
     if most is None:
         most = max(DECODE_PAIRS, PAIRS_PER_EXPERT * w13.count)
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w2.cols)
+        chosen = config or _decode_config(x.dtype, w2.cols, rounds=w13.rounds(x.dtype))
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, width: int) -> DecodeConfig:
+def _decode_config(dtype: torch.dtype, width: int, *, rounds: bool) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
-    return DECODE_WIDE if width >= 1536 else DECODE
+    if rounds:
+        return DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES
+    return DECODE_WIDE if width >= _WIDE else DECODE
 
 
 def decode_gate_up(
@@ -449,7 +456,7 @@ def _case(
 ) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_F32 if dtype == "fp32" else DECODE
+    config = DECODE_BYTES if rounds else DECODE_F32 if dtype == "fp32" else DECODE
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
@@ -499,6 +506,7 @@ COMPILE_CASES = [
 
 __all__ = [
     "DECODE",
+    "DECODE_BYTES",
     "DECODE_F32",
     "DECODE_PAIRS",
     "DOWN_SWEEP",

@@ -50,6 +50,7 @@ from ktgraph.triton_kernels.tile_words import (
 from ktgraph.triton_kernels.unpack import unpack
 
 _PROGRAMS = 264  # that an H200 runs at once
+_SMALL = 32 << 20  # weights: few programs, which then want more warps
 MOST_DIRECT = 32  # tokens that the packed bytes meet directly
 
 
@@ -72,7 +73,8 @@ class TileConfig:
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
-ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
+ROW_BYTES = TileConfig(2, 64, 4, 1, ahead=True)
+ROW_BYTES_SMALL = TileConfig(2, 128, 8, 1, ahead=True)  # of fewer weights than _SMALL
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
@@ -92,14 +94,14 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(
-    tokens: int, dtype: torch.dtype, *, gate_up: bool, rounds: bool = False
-) -> TileConfig:
-    if tokens == 1:
-        if gate_up:
-            return ROW_GATE_UP
-        return ROW_BYTES if rounds else ROW
-    return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
+    if tokens > 1:
+        return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+    if gate_up:
+        return ROW_GATE_UP
+    if w.rounds(dtype):
+        return ROW_BYTES_SMALL if w.rows * w.cols < _SMALL else ROW_BYTES
+    return ROW
 
 
 @cuda_kernel(
@@ -188,8 +190,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    rounds = w.rounds(x.dtype)
-    tile = config or config_for(tokens, x.dtype, gate_up=act is not None, rounds=rounds)
+    tile = config or config_for(tokens, x.dtype, w, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     programs = triton.cdiv(w.tiles, tile.tiles)
@@ -201,7 +202,7 @@ def product_of_tiles(
         grid, kernel = (programs, splits), _row
         extra = {
             "AHEAD": tile.ahead,
-            "BYTES": rounds,
+            "BYTES": w.rounds(x.dtype),
             "QUADS": in_quads(x),
             "SPLITS": splits,
             "share": triton.cdiv(steps, splits) * tile.kb,
@@ -567,6 +568,7 @@ COMPILE_CASES = [
         for format in ("int4", "int4p")
         for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
     ),
+    *(_case(f, "bf16", ROW_BYTES_SMALL, 1, False, False, rounds=True) for f in ("int4", "int4p")),
     *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
     *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
     *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
@@ -579,6 +581,7 @@ __all__ = [
     "ROWS",
     "ROWS_SWEEP",
     "ROW_BYTES",
+    "ROW_BYTES_SMALL",
     "ROW_SWEEP",
     "TileConfig",
     "config_for",
