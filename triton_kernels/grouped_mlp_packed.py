@@ -65,12 +65,17 @@ class DecodeConfig:
         return max(8, 16 * self.down_warps // choices) * (2 if rounds else 1)
 
 
+_WIDE = 1536  # columns of w2
 DECODE = DecodeConfig()
-DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
+DECODE_WIDE = DecodeConfig(down_warps=8)
+DECODE_BYTES = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
+DECODE_BYTES_WIDE = DecodeConfig(gate_up_kb=128, gate_up_warps=8, down_ahead=False)
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
     DECODE,
+    DECODE_BYTES,
+    DECODE_BYTES_WIDE,
     *(
         DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead)
         for (tiles, kb), warps, ahead in product(((2, 8), (2, 16)), (2, 4, 8), (True, False))
@@ -122,19 +127,21 @@ def grouped_mlp_packed(
     assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
     most = most_pairs(w13.count) if decode_pairs is None else decode_pairs
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w13.format, w2.cols)
+        chosen = config or _decode_config(x.dtype, w13, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, format: str, width: int) -> DecodeConfig:
+def _decode_config(dtype: torch.dtype, w13: PackedWeight, width: int) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
-    if format == "fp8":
+    if w13.format == "fp8":
         return DECODE_FP8
-    return DECODE_WIDE if width >= 1536 else DECODE
+    if w13.rounds(dtype):
+        return DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES
+    return DECODE_WIDE if width >= _WIDE else DECODE
 
 
 def decode_gate_up(
@@ -449,7 +456,8 @@ def _case(
 ) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_F32 if dtype == "fp32" else DECODE_FP8 if format == "fp8" else DECODE
+    config = DECODE_FP8 if format == "fp8" else DECODE_BYTES if rounds else DECODE
+    config = DECODE_F32 if dtype == "fp32" else config
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
@@ -499,6 +507,7 @@ COMPILE_CASES = [
 
 __all__ = [
     "DECODE",
+    "DECODE_BYTES",
     "DECODE_F32",
     "DECODE_FP8",
     "DOWN_SWEEP",

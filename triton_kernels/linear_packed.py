@@ -54,6 +54,7 @@ from ktgraph.triton_kernels.tile_words import (
 from ktgraph.triton_kernels.unpack import unpack
 
 _PROGRAMS = 264  # that an H200 runs at once
+_SMALL = 32 << 20  # weights: few programs, which then want more warps
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class TileConfig:
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
-ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
+ROW_BYTES = TileConfig(2, 64, 4, 1, ahead=True)
+ROW_BYTES_SMALL = TileConfig(2, 128, 8, 1, ahead=True)  # of fewer weights than _SMALL
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
 ROWS = TileConfig(2, 16, 4, 3)
@@ -96,14 +98,19 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(
-    tokens: int, dtype: torch.dtype, format: str, *, gate_up: bool, rounds: bool = False
-) -> TileConfig:
-    if tokens == 1 and gate_up:
-        return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
-    if tokens == 1:
-        return ROW_BYTES if rounds else ROW
-    return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
+    if tokens > 1:
+        return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+    if w.rounds(dtype) and not gate_up:
+        return ROW_BYTES_SMALL if w.rows * w.cols < _SMALL else ROW_BYTES
+    return _row_config(w.format, gate_up)
+
+
+def _row_config(format: str, gate_up: bool) -> TileConfig:
+    """For one token whose row is not rounded, and any gate and up."""
+    if not gate_up:
+        return ROW
+    return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
 
 
 @cuda_kernel(
@@ -192,8 +199,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    rounds = w.rounds(x.dtype)
-    tile = config or config_for(tokens, x.dtype, w.format, gate_up=act is not None, rounds=rounds)
+    tile = config or config_for(tokens, x.dtype, w, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     programs = triton.cdiv(w.tiles, tile.tiles)
@@ -205,7 +211,7 @@ def product_of_tiles(
         grid, kernel = (programs, splits), _row
         extra = {
             "AHEAD": tile.ahead,
-            "BYTES": rounds,
+            "BYTES": w.rounds(x.dtype),
             "QUADS": in_quads(x),
             "SPLITS": splits,
             "share": triton.cdiv(steps, splits) * tile.kb,
@@ -572,9 +578,7 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(
-            format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even
-        )
+        _case(format, dtype, _row_config(format, gate_up), 1, gate_up, even)
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),
@@ -583,6 +587,7 @@ COMPILE_CASES = [
         for format in ("int4", "int4p")
         for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
     ),
+    *(_case(f, "bf16", ROW_BYTES_SMALL, 1, False, False, rounds=True) for f in ("int4", "int4p")),
     *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
     *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
     *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
@@ -594,6 +599,7 @@ __all__ = [
     "ROWS",
     "ROWS_SWEEP",
     "ROW_BYTES",
+    "ROW_BYTES_SMALL",
     "ROW_SWEEP",
     "TileConfig",
     "config_for",
