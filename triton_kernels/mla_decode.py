@@ -15,7 +15,8 @@ calls find the sequence of a block on the device (`block_of`).  The number of sp
 
 Floor: (R + P) * itemsize bytes and 2 * H * (2 * R + P) FLOP a row.  With 16 heads that is 30 FLOP a
 byte in bf16: memory binds.  With 128 heads it is 242: the tensor cores bind, and the blocks of a
-token's heads find each other's rows in L2.
+token's heads find each other's rows in L2; on sm_90 they have a kernel of their own, in
+`mla_decode_sm90`.
 
 Numerics: scores and sums in f32.  Unnormalised softmax weights are rounded to q's dtype before the
 product with c (the reference rounds the normalised ones).  f32 products are IEEE.
@@ -176,8 +177,9 @@ class Config:
 def config(dtype: torch.dtype, rows: int, capability: int) -> Config:
     """By the query rows of a sequence; a key is 1,152 bytes for R = 512, P = 64.
 
-    Tiles of 64 rows compile to wgmma on sm_90 and spill 208 bytes a thread; on an H200 with 128
-    heads, batch 16 and 8,192 rows they take 155 µs, the best tile without spills 225.
+    Tiles of 64 rows compile to wgmma on sm_90 and spill 208 bytes a thread with Triton 3.9; on an
+    H200 with 128 heads, batch 16 and 8,192 rows they take 155 µs, the best tile without spills 225
+    (and `mla_decode_sm90` 95 to 101).
     """
     if dtype == torch.float32:
         return Config(16, 16, 8, 1, programs=2)

@@ -14,8 +14,10 @@ are computed once, 32 keys a warpgroup; their weights meet in shared memory, as 
 largest scores.  Two tiles of latent rows [64, 512 + 64], each key and value at once, take turns;
 the next one is on its way while this one is computed.  With the queries that is 224 KB.
 
-Floor: 2 * H * (2 * R + P) FLOP a row: see `mla_decode`.  A step of 64 keys has 1,152 cycles of
-scores (1,728 as products of 32 keys read their queries from shared memory), 1,024 of sums.
+Floor: 2 * H * (2 * R + P) FLOP a row: see `mla_decode`.  By count a step of 64 keys has 1,152
+cycles of scores (1,728 as products of 32 keys read their queries from shared memory too) and 1,024
+of sums; an H200 takes 2.7 us for it.  At batch 16 and 8,192 rows with 128 heads that is 95 to 101
+us, 53 to 56 % of the rate that cuBLAS reaches.
 
 Numerics: as `mla_decode`.
 """
