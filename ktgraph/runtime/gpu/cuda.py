@@ -218,7 +218,14 @@ def packed_weight(packed: torch.Tensor, use: WeightUse) -> PackedWeight:
     """What GPU kernels take for a weight whose packed bytes these are."""
     tile, shape = use.tile, [d.const() for d in use.type.dims]
     return PackedWeight(
-        packed, tile.format, shape[-2], shape[-1], prod(shape[:-2]), tile.group, tile.gate_up
+        packed,
+        tile.format,
+        shape[-2],
+        shape[-1],
+        prod(shape[:-2]),
+        tile.group,
+        tile.gate_up,
+        tile.rows,
     )
 
 
