@@ -2,12 +2,15 @@
 
 The lowered module runs on its miniature.  When all of it runs on this CPU, the plan is executed in
 lockstep: before each op its operands are copied out of the arena, after it the results are compared
-with what the op's reference makes of those copies.  Otherwise the kernels that have a launcher in
-Python are run beside the interpreter.  Values are in the module's own dtypes, weights as encoded.
+with what the op's reference makes of those copies.  A plan for a GPU runs so too, its kernels on
+the GPU or in Triton's interpreter (TRITON_INTERPRET=1); what the CPU computes beside them is not
+looked at.  Otherwise the kernels that have a launcher in Python are run beside the interpreter.
+Values are in the module's own dtypes, weights as encoded.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -25,16 +28,20 @@ from ktgraph.pass_api import CompileOptions, PassContext, pass_class
 from ktgraph.runtime.cache import CacheShape, allocate_states, window_of
 from ktgraph.runtime.executor import CallSizes, Executor
 from ktgraph.runtime.flat import FlatOp, FlatWeight, Slot
+from ktgraph.runtime.gpu.device import KernelCall
+from ktgraph.runtime.gpu.executor import GpuExecutor
 from ktgraph.runtime.kernels_cpu import native_kernels
 from ktgraph.runtime.operands import Instruction, TensorRef
 from ktgraph.runtime.packed import load_weights
 from ktgraph.runtime.plan import PhasePlan, Plan, argument_slots, is_on_gpu
 from ktgraph.runtime.runner import Runner
 from ktgraph.runtime.state import State
+from ktgraph.triton_kernels.packed import PackedWeight
 from ktgraph.validate import nmse
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.sources import RandomSource
 
+_F32_BOUND = 1e-10  # NMSE of a GPU kernel on float32 operands
 _OPTIONS = CompileOptions(max_tokens=32, max_batch=4, context=64, page_size=4)
 
 
@@ -59,7 +66,23 @@ def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
     """
     small = shrink(module).modules[0]
     with one_thread():
-        return (_lockstep if _runs_here(small) else _beside_interpreter)(small, seed)
+        if _runs_here(small):
+            return _lockstep(small, seed)
+        if _is_hybrid(small) and why_no_gpu_kernels() == "":
+            return _on_gpu(small, seed)
+        return _beside_interpreter(small, seed)
+
+
+def why_no_gpu_kernels() -> str:
+    """Why kernels of a GPU cannot be checked here; an empty string when they can."""
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    return "no CUDA device is here (TRITON_INTERPRET=1 runs them in Triton's interpreter)"
+
+
+def _is_hybrid(module: Module) -> bool:
+    lowered = all(op.via for op in module.walk() if op.body is None)
+    return lowered and is_language_model(module) and is_on_gpu(module) and bool(native_kernels())
 
 
 def _runs_here(module: Module) -> bool:
@@ -98,6 +121,59 @@ def _rows_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Rows that nobody wrote may hold NaN, in the same places."""
     unwritten = got.isnan() & want.isnan()
     return nmse(got.masked_fill(unwritten, 0.0), want.masked_fill(unwritten, 0.0))
+
+
+# -- on a GPU, or its interpreter ------------------------------------------------------------------
+def _on_gpu(small: Module, seed: int) -> list[KernelError]:
+    """Run the plan over the whole trace; every kernel of the GPU against its reference."""
+    from ktgraph.runtime.gpu.checking import checking_device
+
+    worst: dict[str, KernelError] = {}
+
+    def observe(call: KernelCall, pairs: Sequence[tuple[Any, Any]]) -> None:
+        kernel = call.kernel
+        tensors = [o for o in call.operands if isinstance(o, torch.Tensor)]
+        is_wide = all(t.dtype != torch.bfloat16 for t in tensors) and not any(
+            isinstance(o, PackedWeight) for o in call.operands
+        )
+        error = max((_rows_error(got, want) for got, want in pairs), default=0.0)
+        before = worst.get(kernel.name)
+        if before is None or not error <= before.error:
+            bound = min(kernel.nmse, _F32_BOUND) if is_wide else kernel.nmse
+            worst[kernel.name] = KernelError(kernel.name, call.definition.name, error, bound)
+
+    device = checking_device(observe)
+    assert device is not None
+    _without_refused_kernels(small)
+    pass_class("plan-memory")().run(small, PassContext(options=_OPTIONS))
+    plan = Plan.build(small)
+    weights = WeightEvaluator(small, RandomSource(small, seed))
+    loaded = load_weights(plan.loaded(), weights, gpu=device.torch_device).with_views(plan.views)
+    shape = CacheShape.of(plan.states, small.dims, _OPTIONS, _OPTIONS.context)
+    places = {"cpu": torch.device("cpu"), plan.home: device.torch_device}
+    states = allocate_states(plan.states, small.dims, shape, places, plan.home)
+    executor = GpuExecutor(plan, device, loaded, states, shape, 1, capture=False)
+    try:
+        _follow(Runner(executor), small, seed)
+    finally:
+        executor.close()
+    return list(worst.values())
+
+
+def _without_refused_kernels(small: Module) -> None:
+    """Ops whose kernel does not take the miniature's sizes run on their reference."""
+    for op in (o for o in small.walk() if o.via):
+        launched = [k for k in kernels_for(op.name, "cuda") if k.name == op.via and k.into]
+        if any(kernel.supports(op, small) is not True for kernel in launched):
+            op.via = "torch.reference"
+
+
+def _follow(runner: Runner, small: Module, seed: int) -> None:
+    """Every call of the trace."""
+    names: dict[int, int] = {}
+    for step in make_trace(max(vocabulary(small), 2), seed):
+        names |= {q: runner.open() for q in step if q not in names}
+        runner.forward([(names[q], tokens) for q, tokens in step.items()], "all")
 
 
 # -- beside the interpreter -----------------------------------------------------------------------
@@ -141,11 +217,7 @@ def _lockstep(small: Module, seed: int) -> list[KernelError]:
     worst = _Worst({})
     executor = _Lockstep(plan, load_weights(plan.uses(), weights), states, shape, 1)
     executor.watch(weights, worst)
-    runner = Runner(executor)
-    names: dict[int, int] = {}
-    for step in make_trace(max(vocabulary(small), 2), seed):
-        names |= {q: runner.open() for q in step if q not in names}
-        runner.forward([(names[q], tokens) for q, tokens in step.items()], "all")
+    _follow(Runner(executor), small, seed)
     return list(worst.found.values())
 
 
@@ -212,4 +284,4 @@ def _as_tuple(found: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
 
 
-__all__ = ["KernelError", "check_kernels"]
+__all__ = ["KernelError", "check_kernels", "why_no_gpu_kernels"]

@@ -94,6 +94,7 @@ def write_folder(
     try:
         for name in _REPORTS:
             text = lowered.context.artifacts.get(name)
+            (draft / name).unlink(missing_ok=True)  # of an interrupted call with other options
             if text:
                 (draft / name).write_text(text, encoding="utf-8")
         lowered.save(draft / PLAN, resume=True, say=say)

@@ -12,14 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ktgraph.bisect import BadRewrite, first_bad_rewrite
 from ktgraph.dump import DumpFolder, DumpRequest
 from ktgraph.errors import KtgraphError
 from ktgraph.ir.graph import Module
-from ktgraph.kernel_check import check_kernels
+from ktgraph.kernel_check import check_kernels, why_no_gpu_kernels
 from ktgraph.miniature import MiniatureError
 from ktgraph.pass_api import Numerics, Pass, PassContext
 from ktgraph.pass_report import PassRecord, PassReport
@@ -27,6 +27,7 @@ from ktgraph.pass_step import Applied, StepError, apply_step
 from ktgraph.pipeline import Pipeline, Step
 from ktgraph.properties import PROPERTIES, register_property
 from ktgraph.repro import read_repro, write_repro
+from ktgraph.runtime.plan import is_on_gpu
 from ktgraph.validate import Validation, Validator
 
 VARIABLE = "KTGRAPH_VALIDATE"
@@ -152,7 +153,8 @@ class _Run:
         spent = 1e3 * (time.perf_counter() - start)
         if found is not None and found.is_wrong:
             raise self._failure(number, step, before, "validate", found.fault)
-        self._check_kernels(number, step, before, done)
+        skipped = self._check_kernels(number, step, before, done)
+        done = replace(done, notes=(*done.notes, *skipped))
         record = _record(number, step, done, found, spent, self.module)
         self.report.records.append(record)
         if self.folder is not None:
@@ -165,19 +167,22 @@ class _Run:
             return None
         return self.validator.compare(before, self.module, done.numerics)
 
-    def _check_kernels(self, number: int, step: Step, before: Module, done: Applied) -> None:
-        """Level 2: once ops name kernels, run those that can run here."""
+    def _check_kernels(self, number: int, step: Step, before: Module, done: Applied) -> list[str]:
+        """Level 2: once ops name kernels, run those that can run here; says which could not."""
+        skipped: list[str] = []
         if self.level < 2 or not done.changed or not any(op.via for op in self.module.walk()):
-            return
+            return skipped
+        if is_on_gpu(self.module) and (why := why_no_gpu_kernels()):
+            skipped.append(f"kernels of the GPU were not checked: {why}")
         try:
             found = check_kernels(self.module, self.validator.seed)
         except MiniatureError as error:
-            self.ctx.note(f"{step.name}: kernels were not checked: {error}")
-            return
+            return [f"kernels were not checked: {error}"]
         for item in (k for k in found if k.is_wrong):
             reason = f"kernel {item.kernel}: NMSE {item.error:.3g} against the reference, "
             reason += f"allowed: {item.bound:g}\n  in: {item.op}"
             raise self._failure(number, step, before, "kernels", reason)
+        return skipped
 
     def _failure(
         self, number: int, step: Step, before: Module, stage: str, reason: str

@@ -9,9 +9,10 @@ alternate by tile.  Tables, norms and router gates stay dense.
 
 The encoding also says in which form a kernel takes the rows that it multiplies: `rows=int8` for
 integer weights (dot products run on integer units, with one scale per row and 256 columns),
-`rows=bf16` for bf16 weights where the op computes in bf16, else f32.  The compile option
-activations="f32" keeps rows as they are, except for int4p and GGUF blocks, which have no such
-kernel.
+`rows=bf16` for bf16 weights where the op computes in bf16, else f32.  On a GPU rows are rounded
+where few tokens of 16 bits meet 4-bit weights, each 16 columns with a scale of their own.  The
+compile option activations="f32" keeps rows as they are, except for int4p and GGUF blocks, whose
+kernels take no others.
 
 Before:  %q = nn.linear %h, @q_proj.q                         @q_proj.q : f32[H*A, D]<int8>
 After:   %q = nn.linear %h, @q_proj.q.p : f32[T, H*A] via cpu.linear_int8
@@ -88,9 +89,8 @@ def _twin(
     stored = type.encoding or Encoding(type.dtype)
     if not on_cpu and not gpu_reads_tiles(stored):
         return None
-    exact_rows = not on_cpu or ctx.options.activations == "f32"
-    rows = _rows(op, stored, exact_rows=exact_rows)
-    tile = _tile(stored, gate_up, rows)
+    kept = ctx.options.activations == "f32" or (not on_cpu and not _gpu_rounds(op, stored))
+    tile = _tile(stored, gate_up, _rows(op, stored, kept))
     if tile is None:
         if Tile.of(type.encoding) is None:
             ctx.refused(_RULE, op, f"{ref} is stored as {type.encoding}, which no tile holds")
@@ -152,8 +152,14 @@ def _tile(stored: Encoding, gate_up: bool, rows: str) -> Tile | None:
     return None if format is None else Tile(format, stored.get("group"), gate_up, rows)
 
 
-def _rows(op: Op, stored: Encoding, exact_rows: bool) -> str:
-    if op.name not in ANY_ROWS or exact_rows:
+def _gpu_rounds(op: Op, stored: Encoding) -> bool:
+    """Whether the GPU's kernels have a form for rows of int8: int8 weights gain nothing by it."""
+    return stored.name in ("int4", "int4p") and op.results[0].tensor.dtype in ("bf16", "f16")
+
+
+def _rows(op: Op, stored: Encoding, kept: bool) -> str:
+    """What rows that meet the weight are rounded to; `kept`: to nothing, where that can be."""
+    if op.name not in ANY_ROWS or kept:
         return "int8" if TILE_FORMATS.get(stored.name) in INT8_ROWS_ONLY else "f32"
     if TILE_FORMATS.get(stored.name) in _INTEGERS:
         return "int8"

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hybrid_models import HOT_EXPERTS, plan_of
 from small_models import gqa_moe, mla_moe
 
 from ktgraph.ir.graph import Module
-from ktgraph.kernel_check import check_kernels
+from ktgraph.kernel_check import check_kernels, why_no_gpu_kernels
 from ktgraph.ops import registry
 from ktgraph.pass_api import CompileOptions, Pass, PassContext
 from ktgraph.pass_manager import PassError, PassManager
@@ -26,6 +27,16 @@ class Choose(Pass):
 
     def run(self, module: Module, ctx: PassContext) -> None:
         next(op for op in module.walk() if op.name == "nn.act").via = "cpu.wrong"
+
+
+@dataclass(frozen=True)
+class Touch(Pass):
+    """Changes something that means nothing."""
+
+    name: ClassVar[str] = "touch"
+
+    def run(self, module: Module, ctx: PassContext) -> None:
+        next(iter(module.functions.values())).attrs["touched"] = "yes"
 
 
 @pytest.fixture
@@ -95,3 +106,51 @@ def test_a_native_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch)
     assert [k.kernel for k in wrong] == ["cpu.rms_norm"]
     assert wrong[0].error == pytest.approx(1e-4, rel=0.05)
     assert "nn.rms_norm" in wrong[0].op
+
+
+# -- kernels of a GPU ------------------------------------------------------------------------------
+def on_gpu(module: Module) -> set[str | None]:
+    """The kernels of the GPU that the module names."""
+    return {op.via for op in module.walk() if (op.via or "").startswith("triton.")}
+
+
+def test_kernels_of_a_gpu_against_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a hybrid plan's, in Triton's interpreter where there is no GPU; a wrong one shows."""
+    real = registry.op_def
+
+    def altered(name: str) -> registry.OpDef:
+        found = real(name)
+        if name != "nn.rms_norm":
+            return found
+        return replace(found, reference=lambda *a, **k: 1.01 * found.reference(*a, **k))
+
+    module = plan_of("gqa", "cpu").module
+    monkeypatch.setattr("ktgraph.runtime.gpu.phase.op_def", altered)
+    found = check_kernels(module)
+    assert {k.kernel for k in found} == on_gpu(module)
+    (wrong,) = [k for k in found if k.is_wrong]
+    assert (wrong.kernel, wrong.op) == ("triton.rms_norm", "nn.rms_norm")
+    assert wrong.error == pytest.approx(1e-4, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "int8", "int4(group=32)", "int4p(group=32)"])
+@pytest.mark.parametrize("experts", ["resident", "streamed", *HOT_EXPERTS])
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+def test_every_kernel_of_a_gpu_keeps_its_bound(
+    model: str, experts: str, quantize: str | None
+) -> None:
+    module = plan_of(model, HOT_EXPERTS.get(experts, experts), quantize=quantize).module
+    found = check_kernels(module)
+    assert {k.kernel for k in found} == on_gpu(module)
+    assert [k for k in found if k.is_wrong] == []
+
+
+def test_what_cannot_be_checked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why_no_gpu_kernels() == ""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1 runs them" in why_no_gpu_kernels()
+    report = PassManager().run(plan_of("gqa", "cpu").module, [Touch()], validate=2)
+    notes = "; ".join(report.records[-1].notes)
+    assert "kernels of the GPU were not checked: no CUDA device is here" in notes

@@ -24,12 +24,19 @@ def encoding(format: str, group: int, gate_up: bool = False) -> Encoding:
 
 
 def packed(
-    values: torch.Tensor, format: str, group: int, device: torch.device, *, gate_up: bool = False
+    values: torch.Tensor,
+    format: str,
+    group: int,
+    device: torch.device,
+    *,
+    gate_up: bool = False,
+    row_form: str = "f32",
 ) -> tuple[PackedWeight, torch.Tensor]:
     """values [rows, cols] or [count, rows, cols] packed; and the f32 values of the bytes."""
     kind = encoding(format, group, gate_up)
     stored = from_float(values, kind)
     rows, cols = values.shape[-2:]
     count = values.shape[0] if values.dim() == 3 else 1
-    weight = PackedWeight(stored[0].to(device), format, rows, cols, count, group, gate_up)
+    data = stored[0].to(device)
+    weight = PackedWeight(data, format, rows, cols, count, group, gate_up, row_form)
     return weight, to_float(stored, values.shape, kind).to(device)

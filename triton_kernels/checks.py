@@ -88,7 +88,10 @@ def _case_error(
     operands = list(made.operands)
     given = [_on(o, device) for o in operands]
     for position, gate_up in _packed_operands(definition, kernel).items():
-        given[position], operands[position] = _pack(operands[position], format, gate_up, device)
+        rows = "int8" if kernel.name.endswith("_int8") else "f32"
+        given[position], operands[position] = _pack(
+            operands[position], format, gate_up, rows, device
+        )
     wanted = _as_tuple(definition.reference(*operands, **made.attrs))
     out = tuple(
         torch.full_like(w, _poison(w)).to(device) if isinstance(w, torch.Tensor) else None
@@ -102,7 +105,7 @@ def _case_error(
 
 
 def _packed_operands(definition: OpDef, kernel: KernelDef) -> dict[int, bool]:
-    return _PACKED[definition.name] if kernel.name.endswith("_packed") else {}
+    return _PACKED[definition.name] if "_packed" in kernel.name else {}
 
 
 def _on(operand: Any, device: torch.device) -> Any:
@@ -114,7 +117,7 @@ def _on(operand: Any, device: torch.device) -> Any:
 
 
 def _pack(
-    values: torch.Tensor, format: str, gate_up: bool, device: torch.device
+    values: torch.Tensor, format: str, gate_up: bool, row_form: str, device: torch.device
 ) -> tuple[PackedWeight, torch.Tensor]:
     """The weight in tiles, and the values that its bytes mean."""
     group = _FORMATS[format]
@@ -122,7 +125,8 @@ def _pack(
     stored = from_float(values.float(), encoding)
     rows, cols = values.shape[-2:]
     count = values.shape[0] if values.dim() == 3 else 1
-    weight = PackedWeight(stored[0].to(device), format, rows, cols, count, group, gate_up)
+    data = stored[0].to(device)
+    weight = PackedWeight(data, format, rows, cols, count, group, gate_up, row_form)
     return weight, to_float(stored, values.shape, encoding)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from ktgraph.triton_kernels.dependent import LEAST_CAPABILITY
 
@@ -75,7 +76,8 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         if t.endswith(":16")
     }
     constants = {(names.index(n),): v for n, v in case.constants.items()}
-    source = ASTSource(case.kernel, signature, constants, aligned)
+    written = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    source = written(case.kernel, signature, constants, aligned)
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,

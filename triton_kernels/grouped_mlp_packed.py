@@ -35,7 +35,8 @@ from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_
 from ktgraph.triton_kernels.packed_forms import most_pairs
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
-from ktgraph.triton_kernels.tile_words import gate_and_up, tiles_times_rows
+from ktgraph.triton_kernels.tile_bytes import in_quads
+from ktgraph.triton_kernels.tile_rows import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.unpack import unpack
 from ktgraph.triton_kernels.weighted_sum import weighted_sum
 
@@ -59,17 +60,22 @@ class DecodeConfig:
     down_stages: int = 1
     down_ahead: bool = True
 
-    def down_kb(self, choices: int) -> int:
-        """As many blocks as keep a step of h smaller than the program's threads."""
-        return max(8, 16 * self.down_warps // choices)
+    def down_kb(self, choices: int, *, rounds: bool) -> int:
+        """As many blocks, or pairs for bytes, as keep a step of h smaller than the threads."""
+        return max(8, 16 * self.down_warps // choices) * (2 if rounds else 1)
 
 
+_WIDE = 1536  # columns of w2
 DECODE = DecodeConfig()
-DECODE_WIDE = DecodeConfig(down_warps=8)  # experts of 1,536 columns and more
+DECODE_WIDE = DecodeConfig(down_warps=8)
+DECODE_BYTES = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
+DECODE_BYTES_WIDE = DecodeConfig(gate_up_kb=128, gate_up_warps=8, down_ahead=False)
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
     DECODE,
+    DECODE_BYTES,
+    DECODE_BYTES_WIDE,
     *(
         DecodeConfig(tiles, kb * warps, warps, gate_up_ahead=ahead)
         for (tiles, kb), warps, ahead in product(((2, 8), (2, 16)), (2, 4, 8), (True, False))
@@ -83,8 +89,14 @@ DOWN_SWEEP = tuple(
 
 @cuda_kernel(
     "moe.grouped_mlp",
-    name="triton.grouped_mlp_packed",
+    name="triton.grouped_mlp_packed_int8",
     nmse=5e-4,  # two products with bytes of x, and an activation that may square
+    supports=packed_weights(3, 4, int8_rows=True),
+)
+@cuda_kernel(
+    "moe.grouped_mlp",
+    name="triton.grouped_mlp_packed",
+    nmse=1e-4,
     supports=packed_weights(3, 4),
 )
 def grouped_mlp_packed(
@@ -115,19 +127,21 @@ def grouped_mlp_packed(
     assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
     most = most_pairs(w13.count) if decode_pairs is None else decode_pairs
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w13.format, w2.cols)
+        chosen = config or _decode_config(x.dtype, w13, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, format: str, width: int) -> DecodeConfig:
+def _decode_config(dtype: torch.dtype, w13: PackedWeight, width: int) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
-    if format == "fp8":
+    if w13.format == "fp8":
         return DECODE_FP8
-    return DECODE_WIDE if width >= 1536 else DECODE
+    if w13.rounds(dtype):
+        return DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES
+    return DECODE_WIDE if width >= _WIDE else DECODE
 
 
 def decode_gate_up(
@@ -172,6 +186,8 @@ def decode_gate_up(
         KB=kb,
         STAGES=config.gate_up_stages,
         AHEAD=config.gate_up_ahead,
+        BYTES=w13.rounds(x.dtype),
+        QUADS=in_quads(x),
         num_warps=config.gate_up_warps,
         **dependent_launch(),
     )
@@ -189,7 +205,7 @@ def decode_down(
 ) -> None:
     assert not w2.gate_up
     tokens, top_k = ids.shape
-    choices = triton.next_power_of_2(top_k)
+    choices, rounds = triton.next_power_of_2(top_k), w2.rounds(hidden.dtype)
     _down[(tokens, w2.tiles)](
         hidden,
         ids,
@@ -210,9 +226,11 @@ def decode_down(
         FORMAT=w2.format,
         GROUP=w2.group,
         HAS_BIAS=b2 is not None,
-        KB=config.down_kb(choices),
+        KB=config.down_kb(choices, rounds=rounds),
         STAGES=config.down_stages,
         AHEAD=config.down_ahead,
+        BYTES=rounds,
+        QUADS=in_quads(hidden),
         num_warps=config.down_warps,
         **dependent_launch(),
     )
@@ -308,6 +326,8 @@ def _gate_up(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    BYTES: tl.constexpr,
+    QUADS: tl.constexpr,
 ):
     enter()
     pair = tl.program_id(0)
@@ -335,6 +355,8 @@ def _gate_up(
         KB,
         STAGES,
         AHEAD,
+        BYTES,
+        QUADS,
     )
     gate, up = gate_and_up(tl.reshape(acc, [1, TILES * 16]), TILES)
     at = (tl.program_id(1) * TILES * 8 + tl.arange(0, TILES * 8))[None, :]
@@ -371,6 +393,8 @@ def _down(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    BYTES: tl.constexpr,
+    QUADS: tl.constexpr,
 ):
     enter()
     token, tile = tl.program_id(0), tl.program_id(1)
@@ -399,6 +423,8 @@ def _down(
         KB,
         STAGES,
         AHEAD,
+        BYTES,
+        QUADS,
     )
     row = tile * 16 + tl.arange(0, 16)
     valid = tl.reshape(valid, [CHOICES, 1])
@@ -425,18 +451,23 @@ _SHARED = {
 }
 
 
-def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> CompileCase:
+def _case(
+    kernel: object, format: str, dtype: str, top_k: int, bias: bool, rounds: bool = False
+) -> CompileCase:
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_F32 if dtype == "fp32" else DECODE_FP8 if format == "fp8" else DECODE
+    config = DECODE_FP8 if format == "fp8" else DECODE_BYTES if rounds else DECODE
+    config = DECODE_F32 if dtype == "fp32" else config
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
         "GROUP": GROUPS[format],
         "HAS_BIAS": bias,
-        "KB": config.down_kb(choices) if is_down else config.gate_up_kb,
+        "KB": config.down_kb(choices, rounds=rounds) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
         "AHEAD": config.down_ahead if is_down else config.gate_up_ahead,
+        "BYTES": rounds,
+        "QUADS": not bias,
     }
     if is_down:
         constants["CHOICES"] = choices
@@ -446,7 +477,8 @@ def _case(kernel: object, format: str, dtype: str, top_k: int, bias: bool) -> Co
     types = {**_SHARED, **pointers}
     return CompileCase(
         kernel,
-        f"grouped_mlp_packed.{'down' if is_down else 'gate_up'} {format} {dtype} K={top_k}",
+        f"grouped_mlp_packed.{'down' if is_down else 'gate_up'} {format} {dtype} K={top_k}"
+        f"{' bytes' if rounds else ''}",
         {n: t for n, t in types.items() if n in _names(kernel) and n not in constants},
         constants,
         config.down_warps if is_down else config.gate_up_warps,
@@ -459,14 +491,23 @@ def _names(kernel: object) -> list[str]:
 
 
 COMPILE_CASES = [
-    _case(kernel, format, dtype, top_k, bias)
-    for kernel in (_gate_up, _down)
-    for format in FORMATS
-    for dtype, top_k, bias in (("bf16", 6, False), ("bf16", 8, True), ("fp32", 2, True))
+    *(
+        _case(kernel, format, dtype, top_k, bias)
+        for kernel in (_gate_up, _down)
+        for format in FORMATS
+        for dtype, top_k, bias in (("bf16", 6, False), ("bf16", 8, True), ("fp32", 2, True))
+    ),
+    *(
+        _case(kernel, format, dtype, top_k, bias, rounds=True)
+        for kernel in (_gate_up, _down)
+        for format in ("int4", "int4p")
+        for dtype, top_k, bias in (("bf16", 6, False), ("fp16", 8, True))
+    ),
 ]
 
 __all__ = [
     "DECODE",
+    "DECODE_BYTES",
     "DECODE_F32",
     "DECODE_FP8",
     "DOWN_SWEEP",

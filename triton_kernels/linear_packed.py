@@ -3,11 +3,10 @@
 """Linear and gated MLP with packed weights: y = x @ w.T + b, and w2 @ (act(gate) * up).
 
 The value of a weight is what its bytes mean; x is taken as it is, but in the first form with 4-bit
-weights, where 8 columns of a 16-bit x become bytes with a scale of their own (the tile's `rows=`
-attribute is about CPU kernels).  Three forms by the number of tokens:
+weights whose encoding says `rows=int8` (tile_bytes.py).  Three forms by the number of tokens:
 
 1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
-           (tile_words.py has the budget).  Few tiles share their columns among programs, so that
+           (tile_rows.py).  Few tiles share their columns among programs, so that
            the last wave is full; shares are added in their order.  Floor: the packed bytes.
 2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
            a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
@@ -40,8 +39,9 @@ from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.silu_mul import gated_mul
+from ktgraph.triton_kernels.tile_bytes import in_quads
+from ktgraph.triton_kernels.tile_rows import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.tile_words import (
-    gate_and_up,
     group_scale,
     has_row_scales,
     loaded,
@@ -50,11 +50,11 @@ from ktgraph.triton_kernels.tile_words import (
     row_scales,
     span_of,
     step_of,
-    tiles_times_rows,
 )
 from ktgraph.triton_kernels.unpack import unpack
 
 _PROGRAMS = 264  # that an H200 runs at once
+_SMALL = 32 << 20  # weights: few programs, which then want more warps
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class TileConfig:
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
+ROW_BYTES = TileConfig(2, 64, 4, 1, ahead=True)
+ROW_BYTES_SMALL = TileConfig(2, 128, 8, 1, ahead=True)  # of fewer weights than _SMALL
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
 ROWS = TileConfig(2, 16, 4, 3)
@@ -96,18 +98,31 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype, format: str, *, gate_up: bool) -> TileConfig:
-    if tokens == 1 and gate_up:
-        return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
-    if tokens == 1:
+def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
+    if tokens > 1:
+        return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+    if w.rounds(dtype) and not gate_up:
+        return ROW_BYTES_SMALL if w.rows * w.cols < _SMALL else ROW_BYTES
+    return _row_config(w.format, gate_up)
+
+
+def _row_config(format: str, gate_up: bool) -> TileConfig:
+    """For one token whose row is not rounded, and any gate and up."""
+    if not gate_up:
         return ROW
-    return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+    return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
 
 
 @cuda_kernel(
     "nn.linear",
-    name="triton.linear_packed",
+    name="triton.linear_packed_int8",
     nmse=1e-4,
+    supports=packed_weights(1, int8_rows=True),
+)
+@cuda_kernel(
+    "nn.linear",
+    name="triton.linear_packed",
+    nmse=2e-5,
     supports=packed_weights(1),
 )
 def linear_packed(
@@ -127,8 +142,14 @@ def linear_packed(
 
 @cuda_kernel(
     "nn.swiglu",
-    name="triton.swiglu_packed",
+    name="triton.swiglu_packed_int8",
     nmse=5e-4,  # two products with bytes of x, and an activation that may square
+    supports=packed_weights(1, 2, int8_rows=True),
+)
+@cuda_kernel(
+    "nn.swiglu",
+    name="triton.swiglu_packed",
+    nmse=1e-4,
     supports=packed_weights(1, 2),
 )
 def swiglu_packed(
@@ -178,7 +199,7 @@ def product_of_tiles(
     assert x.shape[1] == w.cols
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
-    tile = config or config_for(tokens, x.dtype, w.format, gate_up=act is not None)
+    tile = config or config_for(tokens, x.dtype, w, gate_up=act is not None)
     step = tile.kb if tokens == 1 else tile.kb * tile.warps
     whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
     programs = triton.cdiv(w.tiles, tile.tiles)
@@ -190,6 +211,8 @@ def product_of_tiles(
         grid, kernel = (programs, splits), _row
         extra = {
             "AHEAD": tile.ahead,
+            "BYTES": w.rounds(x.dtype),
+            "QUADS": in_quads(x),
             "SPLITS": splits,
             "share": triton.cdiv(steps, splits) * tile.kb,
             "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
@@ -283,6 +306,8 @@ def _row(
     KB: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    BYTES: tl.constexpr,
+    QUADS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     enter()
@@ -309,6 +334,8 @@ def _row(
         KB,
         STAGES,
         AHEAD,
+        BYTES,
+        QUADS,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
     token = tl.arange(0, 1)
@@ -509,7 +536,13 @@ _TYPES = {
 
 
 def _case(
-    format: str, dtype: str, config: TileConfig, block_t: int, gate_up: bool, even: bool
+    format: str,
+    dtype: str,
+    config: TileConfig,
+    block_t: int,
+    gate_up: bool,
+    even: bool,
+    rounds: bool = False,
 ) -> CompileCase:
     kernel = _rows if block_t > 1 else _row
     constants = {
@@ -527,11 +560,12 @@ def _case(
         constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
     else:
         splits = 1 if even else 2
-        constants |= {"AHEAD": config.ahead, "SPLITS": splits}
+        constants |= {"AHEAD": config.ahead, "BYTES": rounds, "QUADS": even, "SPLITS": splits}
         constants |= {"counters": None} if splits == 1 else {}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     types = {**_TYPES, **pointers}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
+    form += " bytes" if rounds else ""
     return CompileCase(
         kernel,
         f"linear_packed T={block_t} {format} {dtype} {form}",
@@ -544,12 +578,16 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(
-            format, dtype, config_for(1, torch.bfloat16, format, gate_up=gate_up), 1, gate_up, even
-        )
+        _case(format, dtype, _row_config(format, gate_up), 1, gate_up, even)
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),
+    *(
+        _case(format, dtype, ROW_GATE_UP if gate_up else ROW_BYTES, 1, gate_up, even, rounds=True)
+        for format in ("int4", "int4p")
+        for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
+    ),
+    *(_case(f, "bf16", ROW_BYTES_SMALL, 1, False, False, rounds=True) for f in ("int4", "int4p")),
     *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
     *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
     *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
@@ -560,6 +598,8 @@ __all__ = [
     "ROW",
     "ROWS",
     "ROWS_SWEEP",
+    "ROW_BYTES",
+    "ROW_BYTES_SMALL",
     "ROW_SWEEP",
     "TileConfig",
     "config_for",

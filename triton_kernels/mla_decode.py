@@ -15,7 +15,8 @@ calls find the sequence of a block on the device (`block_of`).  The number of sp
 
 Floor: (R + P) * itemsize bytes and 2 * H * (2 * R + P) FLOP a row.  With 16 heads that is 30 FLOP a
 byte in bf16: memory binds.  With 128 heads it is 242: the tensor cores bind, and the blocks of a
-token's heads find each other's rows in L2.
+token's heads find each other's rows in L2; on sm_90 they have a kernel of their own, in
+`mla_decode_sm90`.
 
 Numerics: scores and sums in f32.  Unnormalised softmax weights are rounded to q's dtype before the
 product with c (the reference rounds the normalised ones).  f32 products are IEEE.
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 
 from ktgraph.runtime.state import State
+from ktgraph.triton_kernels import mla_decode_sm90
 from ktgraph.triton_kernels.attention_tiles import (
     block_of,
     cache_slots,
@@ -175,8 +177,9 @@ class Config:
 def config(dtype: torch.dtype, rows: int, capability: int) -> Config:
     """By the query rows of a sequence; a key is 1,152 bytes for R = 512, P = 64.
 
-    Tiles of 64 rows compile to wgmma on sm_90 and spill 208 bytes a thread; on an H200 with 128
-    heads, batch 16 and 8,192 rows they take 155 µs, the best tile without spills 225.
+    Tiles of 64 rows compile to wgmma on sm_90 and spill 208 bytes a thread with Triton 3.9; on an
+    H200 with 128 heads, batch 16 and 8,192 rows they take 155 µs, the best tile without spills 225
+    (and `mla_decode_sm90` 95 to 101).
     """
     if dtype == torch.float32:
         return Config(16, 16, 8, 1, programs=2)
@@ -202,6 +205,9 @@ def mla_attend(
     (result,) = out
     cache = kv.parts[0][layer]
     assert q_lat.stride(-1) == q_pe.stride(-1) == cache.stride(-1) == result.stride(-1) == 1
+    if override is None and mla_decode_sm90.fits(q_lat, q_pe, cache, capability(q_lat)):
+        mla_decode_sm90.attend(q_lat, q_pe, cache, batch, result, scale, splits)
+        return
     tokens, heads, rank = q_lat.shape
     most = batch.max_new * heads
     used = override or config(q_lat.dtype, most, capability(q_lat))

@@ -20,6 +20,7 @@ from ktgraph.triton_kernels.registry import Supports
 from ktgraph.weights.encodings import Tile
 
 FORMATS = GPU_FORMATS  # what the kernels of this package decode
+_NIBBLES = ("int4", "int4p")
 GROUPS = {"int8": 0, "int4": 64, "int4p": 64, "fp8": 128}  # as compiled and measured
 
 
@@ -28,6 +29,8 @@ class PackedWeight:
     """`count` matrices [rows, cols] in tiles of 16 rows, `data` uint8[count * stride].
 
     gate_up: tiles of the rows/2 gate rows and of the rows/2 up rows alternate.
+    row_form: what rows of x may be rounded to, as the encoding says (`rows=`): f32 (not at all) or
+    int8.
     """
 
     data: torch.Tensor
@@ -37,6 +40,7 @@ class PackedWeight:
     count: int
     group: int
     gate_up: bool
+    row_form: str = "f32"
 
     def __post_init__(self) -> None:
         if self.data.numel() != self.count * self.stride or self.data.dtype != torch.uint8:
@@ -55,6 +59,10 @@ class PackedWeight:
     def stride(self) -> int:
         """Bytes from one matrix of the stack to the next."""
         return self.layout.stride
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels for few tokens round rows of this dtype: of 4-bit weights only."""
+        return self.row_form == "int8" and self.format in _NIBBLES and dtype != torch.float32
 
     @property
     def tiles(self) -> int:
@@ -86,10 +94,15 @@ class PackedWeight:
         return self.layout.data_nbytes + self.layout.scale_nbytes - 64 * self.tiles
 
 
-def packed_weights(*positions: int) -> Supports:
-    """A `supports` that wants the operands at these positions in tiles that the GPU decodes."""
+def packed_weights(*positions: int, int8_rows: bool = False) -> Supports:
+    """A `supports` that wants the operands at these positions in tiles that the GPU decodes.
+
+    int8_rows: for the kernel whose name ends in _int8, which rounds the rows that meet at least one
+    of them; the other one rounds none.
+    """
 
     def supports(op: Op, module: Module) -> bool | Refusal:
+        tiles: list[Tile] = []
         for position in positions:
             found = op.operand(position)
             assert found is not None
@@ -98,6 +111,11 @@ def packed_weights(*positions: int) -> Supports:
             if tile is None or not _decodes(tile):
                 names = ", ".join(f"tile.{f}" for f in FORMATS)
                 return no(f"{found} is {type}; this kernel takes {names}", op)
+            tiles.append(tile)
+        in_16_bits = op.results[0].tensor.dtype != "f32"
+        rounds = in_16_bits and any(t.rows == "int8" and t.format in _NIBBLES for t in tiles)
+        if rounds != int8_rows:
+            return no(f"its weights {'take' if rounds else 'do not take'} rows rounded to int8", op)
         return True
 
     return supports

@@ -9,11 +9,19 @@ from ktgraph.triton_kernels.packed import PackedWeight
 
 
 def random_packed(
-    format: str, rows: int, cols: int, *, count: int = 1, group: int = 64, gate_up: bool = False
+    format: str,
+    rows: int,
+    cols: int,
+    *,
+    count: int = 1,
+    group: int = 64,
+    gate_up: bool = False,
+    row_form: str = "int8",
 ) -> PackedWeight:
     """Any bytes are integers, nibbles or (but for NaN) e4m3; scales make rows of norm about 1.
 
-    group: of int4 and int4p.
+    group: of int4 and int4p.  row_form: as `kt.compile` chooses it; "f32" as with
+    activations="f32".
     """
     group = {"int8": 0, "fp8": 128}.get(format, group)
     layout = Layout(format, rows, cols, group, gate_up)
@@ -32,7 +40,7 @@ def random_packed(
     else:
         rows_at = end - 64 * layout.tiles
         data[:, rows_at:end] = scale[:, : 16 * layout.tiles].contiguous().view(torch.uint8)
-    return PackedWeight(data.reshape(-1), format, rows, cols, count, group, gate_up)
+    return PackedWeight(data.reshape(-1), format, rows, cols, count, group, gate_up, row_form)
 
 
 def sets_beyond_l2(nbytes: int) -> int:

@@ -8,6 +8,7 @@ checksum: what a power cut lost is packed anew.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import struct
 import zipfile
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from ktgraph.errors import KtgraphError
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.planfile import ALIGN, PACKED, PackedPlace, PlanFileError, Samples
+
+log = logging.getLogger("ktgraph")
 
 _PAD_ID = 0xD935  # the extra field by which archives are aligned
 
@@ -77,11 +80,13 @@ class Draft:
     def _lock(self, file: IO[bytes]) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise PlanFileError(
                 f"{self.path}: another process writes it now ({self.file}): wait for it, or give "
                 "another name"
             ) from None
+        except OSError as error:  # a file system without locks
+            log.info("%s is not locked: %s", self.file, error)
 
     def _read_journal(self) -> None:
         try:

@@ -12,8 +12,10 @@ from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.parser import parse_module
 from ktgraph.ops import registry
 from ktgraph.ops.registry import Refusal, no, register_kernel
-from ktgraph.pass_api import PassContext
+from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.passes.lower import Lower
+from ktgraph.passes.pack_weights import PackWeights
+from ktgraph.passes.plan_memory import PlanMemory
 from ktgraph.runtime.plan import Plan, PlanError
 
 
@@ -139,3 +141,44 @@ def test_an_unknown_kernel_is_named() -> None:
         PlanError, match=r"kernel cpu\.imaginary is not registered for nn\.embedding"
     ):
         Plan.build(module)
+
+
+ON_GPU = """ktgraph.ir 1
+module @gpu home cuda:0
+dim D = 64, F = 64
+sym T in 1..64
+weight @a : {dtype}[F, D]<int4(group=32)> from "a"
+weight @b : {dtype}[F, D]<int4p(group=32)> from "b"
+weight @c : {dtype}[F, D]<int8> from "c"
+weight @w13 : {dtype}[2*F, D]<int8> from "w13"
+
+func @main(%x: {dtype}[T, D]) -> ({dtype}[T, F], {dtype}[T, F], {dtype}[T, F], {dtype}[T, D]) {{
+  %a = nn.linear %x, @a : {dtype}[T, F]
+  %b = nn.linear %x, @b : {dtype}[T, F]
+  %c = nn.linear %x, @c : {dtype}[T, F]
+  %d = nn.swiglu %x, @w13, @a : {dtype}[T, D]
+  return %a, %b, %c, %d
+}}
+"""
+
+
+@pytest.mark.parametrize(("dtype", "activations", "rounding", "rows"), [
+    ("bf16", "auto", "abd", ", rows=int8"),  # %a and %d of int4, %b of int4p
+    ("f16", "auto", "abd", ", rows=int8"),
+    ("bf16", "f32", "b", ""),  # int4p rounds rows whatever is asked for
+    ("f32", "auto", "", ""),
+])  # fmt: skip
+def test_a_gpu_kernel_says_whether_it_rounds_rows(
+    dtype: str, activations: str, rounding: str, rows: str
+) -> None:
+    module = parse_module(ON_GPU.format(dtype=dtype))
+    context = PassContext(options=CompileOptions(activations=activations))
+    for step in (PackWeights(), PlanMemory(), Lower()):
+        step.run(module, context)
+    assert str(module.weights["a.p"].type.encoding) == f"tile.int4(group=32{rows})"
+    assert str(module.weights["c.p"].type.encoding) == "tile.int8"
+    via = {op.results[0].name: op.via for op in module.walk()}
+    assert via == {
+        name: f"triton.{kernel}_packed{'_int8' if name in rounding else ''}"
+        for name, kernel in (("a", "linear"), ("b", "linear"), ("c", "linear"), ("d", "swiglu"))
+    }

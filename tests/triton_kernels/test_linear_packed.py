@@ -1,5 +1,7 @@
 """Packed linear and gated MLP against the op references on the values of the packed bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tile_weights import FORMATS, packed
@@ -12,10 +14,11 @@ from ktgraph.triton_kernels.linear_packed import (
     swiglu_packed,
 )
 from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
+from ktgraph.triton_kernels.tile_bytes import in_quads
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 
 BOUND = 2e-5  # bf16 results: 2^-9 relative each, and bf16 weights where the matrix units run
-ONE_TOKEN = 4e-5  # 4-bit weights meet bytes: E(largest of 8 normal numbers ^ 2) / (12 * 127^2)
+BYTES = 5e-5  # of x: E(largest of 16 normal numbers ^ 2) / (12 * 127^2) = 2.5e-5, and its scatter
 
 
 def reference(name: str, *operands: torch.Tensor | None, **attrs: object) -> torch.Tensor:
@@ -23,19 +26,60 @@ def reference(name: str, *operands: torch.Tensor | None, **attrs: object) -> tor
 
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
-@pytest.mark.parametrize(("rows", "cols"), [(33, 203), (128, 1024), (80, 64)])
+@pytest.mark.parametrize(("rows", "cols"), [(33, 203), (64, 1024), (80, 64)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_of_one_token(
     format: str, group: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    w, values = packed(torch.randn(rows, cols) / cols**0.5, format, group, device)
+    exact, values = packed(torch.randn(rows, cols) / cols**0.5, format, group, device)
     x = torch.randn(1, cols, device=device).to(dtype)
     b = torch.randn(rows, device=device).to(dtype)
-    for bias in (None, b):
+    for row_form, bias in (("f32", None), ("f32", b), ("int8", b)):
+        w = replace(exact, row_form=row_form)
         y = poisoned(1, rows, dtype=dtype, device=device)
         linear_packed(x, w, bias, out=(y,))
         wanted = reference("nn.linear", x.float(), values, bias).to(dtype)
-        check(y, wanted, ONE_TOKEN)
+        check(y, wanted, BYTES if w.rounds(dtype) else BOUND)
+
+
+@pytest.mark.parametrize("format", ["int4", "int4p"])
+@pytest.mark.parametrize("cols", [32, 204, 1024])
+def test_bytes_of_a_row_that_is_aligned_and_of_one_that_is_not(
+    format: str, cols: int, device: torch.device
+) -> None:
+    """64-bit words of x, and single columns: the same bytes."""
+    w, _ = packed(torch.randn(40, cols), format, 32, device, row_form="int8")
+    row = torch.randn(1, cols + 1, device=device).bfloat16()
+    aligned, shifted = row[:, 1:].clone(), row[:, 1:]
+    assert in_quads(aligned)
+    assert not in_quads(shifted)
+    y, again = (poisoned(1, 40, dtype=row.dtype, device=device) for _ in range(2))
+    linear_packed(aligned, w, out=(y,))
+    linear_packed(shifted, w, out=(again,))
+    assert torch.equal(y, again)
+
+
+def test_bytes_of_columns_share_a_scale_by_16(device: torch.device) -> None:
+    """A column of 1e4 spoils its 16, no others."""
+    w, values = packed(torch.randn(32, 64), "int4", 32, device, row_form="int8")
+    x = torch.randn(1, 64, device=device).bfloat16()
+    x[0, 20] = 1e4
+    y = poisoned(1, 32, dtype=x.dtype, device=device)
+    linear_packed(x, w, out=(y,))
+    rounded = x.float()
+    rounded[0, 16:32] = (rounded[0, 16:32] / (1e4 / 127)).round() * (1e4 / 127)
+    assert rounded[0, 16:32].count_nonzero() == 1
+    check(y, reference("nn.linear", rounded, values).to(x.dtype), 1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bytes_keep_what_is_not_finite(bad: float, device: torch.device) -> None:
+    w, _ = packed(torch.randn(32, 64), "int4", 32, device, row_form="int8")
+    x = torch.randn(1, 64, device=device).bfloat16()
+    x[0, 33] = bad
+    y = torch.zeros(1, 32, device=device).bfloat16()
+    linear_packed(x, w, out=(y,))
+    assert not y.isfinite().any()
 
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
@@ -84,22 +128,32 @@ def test_rows_of_gate_and_up_tiles_are_put_in_order(tokens: int, device: torch.d
 def test_configs(
     format: str, group: int, tokens: int, config: TileConfig, device: torch.device
 ) -> None:
-    w, values = packed(torch.randn(77, 530), format, group, device)
-    x = torch.randn(tokens, 530, device=device)
-    y = poisoned(tokens, 77, dtype=x.dtype, device=device)
-    product_of_tiles(x, w, None, y, act=None, config=config)
-    check(y, reference("nn.linear", x, values), BOUND)
+    w, values = packed(torch.randn(77, 530), format, group, device, row_form="int8")
+    for dtype in (torch.float32, torch.bfloat16) if tokens == 1 else (torch.float32,):
+        x = torch.randn(tokens, 530, device=device).to(dtype)
+        y = poisoned(tokens, 77, dtype=dtype, device=device)
+        product_of_tiles(x, w, None, y, act=None, config=config)
+        wanted = reference("nn.linear", x.float(), values).to(dtype)
+        check(y, wanted, BYTES if w.rounds(dtype) else BOUND)
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"])
-@pytest.mark.parametrize("tokens", [1, 7, 35])
-@pytest.mark.parametrize("gate_up", [True, False])
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
+
+
+@pytest.mark.parametrize(("act", "tokens", "gate_up"), [
+    *((act, 1, True) for act in ACTIVATIONS),
+    *((act, 7, True) for act in ACTIVATIONS),
+    *(("silu", tokens, False) for tokens in (1, 7, 35)), ("relu2", 35, True),
+])  # fmt: skip
 def test_swiglu(act: str, tokens: int, gate_up: bool, device: torch.device) -> None:
     width, depth = 42, 96
-    w13, v13 = packed(torch.randn(2 * width, depth) / 9, "int4", 32, device, gate_up=gate_up)
+    exact, v13 = packed(torch.randn(2 * width, depth) / 9, "int4", 32, device, gate_up=gate_up)
     w2, v2 = packed(torch.randn(depth, width) / 6, "int8", 0, device)
-    for dtype in (torch.float32, torch.bfloat16):
+    forms = [(torch.float32, "f32"), (torch.bfloat16, "f32"), (torch.bfloat16, "int8")]
+    for dtype, row_form in forms if tokens == 1 and gate_up else forms[:2]:
+        w13 = replace(exact, row_form=row_form)
         x = torch.randn(tokens, depth, device=device).to(dtype)
         y = poisoned(tokens, depth, dtype=dtype, device=device)
         swiglu_packed(x, w13, w2, out=(y,), act=act)
-        check(y, reference("nn.swiglu", x, v13, v2, act=act), 5e-4)
+        rounds = w13.rounds(dtype) and tokens == 1
+        check(y, reference("nn.swiglu", x, v13, v2, act=act), 5e-4 if rounds else 1e-4)

@@ -9,7 +9,7 @@ import torch
 from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend as reference
-from ktgraph.triton_kernels import mla_decode
+from ktgraph.triton_kernels import mla_decode, mla_decode_sm90
 from ktgraph.triton_kernels.mla_decode import Config, mla_attend
 from ktgraph.triton_kernels.registry import launcher
 
@@ -101,3 +101,37 @@ def test_tiles(device: torch.device, tile: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [DECODE, CHUNK, ([5, 4, 8, 2], [0, 3, 0, 1])])
 def test_bounds_need_not_be_tight(device: torch.device, shape: Any) -> None:
     check(device, *shape, slack=100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("shape", [DECODE, CHUNK, ([300, 63, 64], [1, 2, 1])])
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("page", [4, 32, 128])
+def test_sizes_of_deepseek(
+    device: torch.device, dtype: torch.dtype, heads: int, shape: Any, splits: int | None, page: int
+) -> None:
+    """On sm_90 these take the kernel of `mla_decode_sm90`, which no interpreter runs."""
+    check(device, *shape, heads=heads, rank=512, pe=64, dtype=dtype, page=page, splits=splits)
+
+
+@pytest.mark.gpu
+def test_sizes_of_deepseek_with_wide_offsets(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla_decode_sm90, "small", lambda *parts: False)
+    check(device, *CHUNK, heads=64, rank=512, pe=64, dtype=BF16)
+
+
+def test_which_calls_take_the_kernel_of_sm90() -> None:
+    """Given sizes, 16 bits, and rows that can be copied 16 bytes at a time."""
+    lat, pe = torch.zeros(2, 64, 512, dtype=BF16), torch.zeros(2, 64, 64, dtype=BF16)
+    cache = torch.zeros(8, 576, dtype=BF16)
+    assert mla_decode_sm90.fits(lat, pe, cache, 90)
+    assert not mla_decode_sm90.fits(lat, pe, cache, 80)
+    assert not mla_decode_sm90.fits(lat[:, :40], pe[:, :40], cache, 90)
+    assert not mla_decode_sm90.fits(lat[..., :256], pe, cache, 90)
+    assert not mla_decode_sm90.fits(lat, pe, cache.float(), 90)
+    assert not mla_decode_sm90.fits(lat, torch.zeros(2, 64, 68, dtype=BF16)[..., :64], cache, 90)
+    assert not mla_decode_sm90.fits(lat, pe, torch.zeros(8, 580, dtype=BF16)[:, 4:], 90)

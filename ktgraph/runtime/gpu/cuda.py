@@ -50,16 +50,7 @@ class CudaDevice(GpuDevice):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def weight(self, packed: torch.Tensor, use: WeightUse) -> PackedWeight:
-        tile, shape = use.tile, [d.const() for d in use.type.dims]
-        return PackedWeight(
-            packed,
-            tile.format,
-            shape[-2],
-            shape[-1],
-            prod(shape[:-2]),
-            tile.group,
-            tile.gate_up,
-        )
+        return packed_weight(packed, use)
 
     def kernel(self, call: KernelCall) -> Step:
         launch, operands, out, attrs = call.kernel.into, call.operands, call.out, dict(call.attrs)
@@ -223,6 +214,21 @@ class CudaDevice(GpuDevice):
         return done
 
 
+def packed_weight(packed: torch.Tensor, use: WeightUse) -> PackedWeight:
+    """What GPU kernels take for a weight whose packed bytes these are."""
+    tile, shape = use.tile, [d.const() for d in use.type.dims]
+    return PackedWeight(
+        packed,
+        tile.format,
+        shape[-2],
+        shape[-1],
+        prod(shape[:-2]),
+        tile.group,
+        tile.gate_up,
+        tile.rows,
+    )
+
+
 @contextmanager
 def _no_collection() -> Generator[None, None, None]:
     """Python collects no garbage meanwhile: a dead executor's graph or memory, freed while another
@@ -240,4 +246,4 @@ def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-__all__ = ["REQUEST", "CudaDevice"]
+__all__ = ["REQUEST", "CudaDevice", "packed_weight"]

@@ -226,11 +226,12 @@ def _nothing() -> None:
 def _operand(given: Any) -> Any:
     """What an op's reference takes."""
     if isinstance(given, DeviceBatch):
-        return _host_batch(given)
+        return host_batch(given)
     return given() if callable(given) else given
 
 
-def _host_batch(batch: DeviceBatch) -> Batch:
+def host_batch(batch: DeviceBatch) -> Batch:
+    """The batch as references take it, of one whose tensors lie on the host."""
     return Batch(
         batch.tok_seq,
         batch.tok_pos,
@@ -242,4 +243,4 @@ def _host_batch(batch: DeviceBatch) -> Batch:
     )
 
 
-__all__ = ["SimulatedDevice"]
+__all__ = ["SimulatedDevice", "host_batch"]
