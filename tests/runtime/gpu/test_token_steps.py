@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hybrid_models import HOT, OPTIONS, bind, place
-from lowered_models import MODELS, prompts
+from lowered_models import MODELS, nmse, prompts
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.generate import Decoder, Endings, Generation, Limits
@@ -191,7 +191,8 @@ def test_calls_between_two_pieces_of_a_stream(runner: Runner, want: list[list[in
     for n, _ in enumerate(events):
         if n % 4 == 1:
             seq = runner.open()
-            assert runner.forward([(seq, other)]).equal(logits)
+            again = runner.forward([(seq, other)])
+            assert nmse(again, logits) <= 1e-10  # a graph by now
             runner.close(seq)
         if n == 7:
             assert generated_beside(runner, TEXTS[0], EACH[0]) == want[0][:4]
