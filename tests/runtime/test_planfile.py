@@ -14,7 +14,7 @@ from lowered_models import MIXED, Pair, make_pair, prompts
 
 from ktgraph.pass_api import Pass
 from ktgraph.runtime import packed, planfile
-from ktgraph.runtime.planfile import PlanFileError, load_plan
+from ktgraph.runtime.planfile import FORMAT, PlanFileError, load_plan
 from ktgraph.runtime.planfile_write import save_plan
 from ktgraph.weights import encodings, evaluate
 from ktgraph.weights.sources import RandomSource
@@ -129,7 +129,7 @@ def test_every_mismatch_is_listed(saved: Path, mla: Pair) -> None:
 
 def test_another_format_is_told_before_anything_else(saved: Path) -> None:
     change_json(saved, "env.json", format="7")
-    with pytest.raises(PlanFileError, match="reads format 1, the file has 7"):
+    with pytest.raises(PlanFileError, match=f"reads format {FORMAT}, the file has 7"):
         load_plan(saved)
 
 
