@@ -17,6 +17,7 @@ static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long 
                              long c_row) {
   constexpr int kind = Fmt::kScaling;
   IntRow x[M];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) x[m] = row_of(rows, r0 + m);
   const long span = Fmt::columns(*t.w), kpad = t.w->kpad;
   for (long k0 = 0; k0 < kpad; k0 += span) {
@@ -26,10 +27,12 @@ static void int_direct_block(const Tiles& t, long n0, const IntRows& rows, long 
     int pairs[M][kMinimumPairs];
     if constexpr (kind == SPLIT_MINIMA)
       for (int m = 0; m < M; ++m) sum_pairs(x[m], k0, pairs[m]);
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const F scale = Fmt::block_scale(t, n0 + n, k0), offset = Fmt::block_offset(t, n0 + n, k0);
       I minima[kMinimumPairs];
       if constexpr (kind == SPLIT_MINIMA) Fmt::minima(t, n0 + n, k0, minima);
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         float* out = c + m * c_row + (n0 + n) * 16;
         const F less = offset_of<kind>(offset, minima, pairs[m]);
