@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -135,3 +138,24 @@ def test_which_calls_take_the_kernel_of_sm90() -> None:
     assert not mla_decode_sm90.fits(lat, pe, cache.float(), 90)
     assert not mla_decode_sm90.fits(lat, torch.zeros(2, 64, 68, dtype=BF16)[..., :64], cache, 90)
     assert not mla_decode_sm90.fits(lat, pe, torch.zeros(8, 580, dtype=BF16)[:, 4:], 90)
+
+
+def test_a_triton_without_gluon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other kernel is taken, and why is said once."""
+    monkeypatch.delitem(sys.modules, mla_decode_sm90.__name__)
+    monkeypatch.delattr("ktgraph.triton_kernels.mla_decode_sm90")
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    find = mla_decode.kernel_of_sm90.__wrapped__
+    with caplog.at_level(logging.WARNING, "ktgraph"):
+        assert find() is None
+    assert "has another Gluon than mla.attend with 64 heads or more is written in" in caplog.text
+
+
+def test_other_kernels_need_no_gluon() -> None:
+    script = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None; "
+        "import ktgraph.triton_kernels.mla_decode, ktgraph.triton_kernels.linear"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
