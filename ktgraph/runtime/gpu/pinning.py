@@ -30,7 +30,8 @@ class Pinned:
         address = memory.data_ptr()
         if address % mmap.PAGESIZE:
             raise DriverError("it does not begin at a page of its own")
-        register_host(address, -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.nbytes = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        register_host(address, self.nbytes)
         self._address = address
 
     def __del__(self) -> None:
@@ -45,11 +46,16 @@ _in_use: WeakValueDictionary[int, Pinned] = WeakValueDictionary()  # by address
 def pin(memory: torch.Tensor) -> Pinned:
     """The registration of a tensor's pages, shared by all who hold it.
 
-    Raises DriverError with the driver's reason, or where the tensor shares its first page.
+    Raises DriverError with the driver's reason, or where the tensor shares its first page or only a
+    part of it is registered.
     """
     found = _in_use.get(memory.data_ptr())
     if found is None:
         found = _in_use[memory.data_ptr()] = Pinned(memory)
+    if found.nbytes < memory.nbytes:
+        raise DriverError(
+            f"its first {found.nbytes} bytes are registered already, for a part of it"
+        )
     return found
 
 

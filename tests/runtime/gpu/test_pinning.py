@@ -92,6 +92,17 @@ def test_pages_of_others_are_refused(driver: Driver) -> None:
     assert not driver.held
 
 
+def test_a_registration_is_shared_only_by_what_it_covers(driver: Driver) -> None:
+    """A copy of a whole whose first pages alone are registered would be refused."""
+    whole = _bytes(3 * PAGE)
+    half = pinning.pin(whole[:PAGE])
+    with pytest.raises(DriverError, match=f"first {PAGE} bytes are registered already"):
+        pinning.pin(whole)
+    assert pinning.pin(whole[:10]) is half
+    del half
+    assert pinning.pin(whole).nbytes == 3 * PAGE
+
+
 def test_a_refusal_leaves_nothing_registered(driver: Driver) -> None:
     weight = _bytes(5 * PAGE)
     driver.register(weight.data_ptr() + 4 * PAGE, PAGE)

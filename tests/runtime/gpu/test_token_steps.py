@@ -312,6 +312,8 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     assert runner.length(seq) == 0
     with pytest.raises(RunnerBusyError, match=f"a step of sequence {seq} is under way"):
         runner.forward([(seq, [4])])
+    with pytest.raises(RunnerBusyError, match=f"a step of sequence {seq} is under way"):
+        runner.truncate(seq, 0)
     runner.forward([(other, [4])])
     with pytest.raises(UnsupportedInputError, match="no longer on the GPU"):
         runner.start_next(started, how)
@@ -324,7 +326,7 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     is_empty(runner)
 
 
-def test_a_request_longer_than_a_call() -> None:
+def test_a_request_longer_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls but the last are run at once; tokens come in the order of the requests."""
     from ktgraph.ops.sample import settings
 
@@ -332,7 +334,11 @@ def test_a_request_longer_than_a_call() -> None:
     texts = prompts(14, 40, seed=7)
     seqs = [made.open() for _ in texts]
     how = settings(0.0, 0, 1.0, 0.0, 0)[None].repeat(2, 0)
+    counts: list[int] = []
+    monkeypatch.setattr(made, "_count", counts.append)
     tokens = made.tokens(made.start(list(zip(seqs, texts, strict=True)), how))
+    assert len(counts) > 1
+    assert sum(counts) == sum(map(len, texts))  # what learning residency goes by
     for seq, text in zip(seqs, texts, strict=True):
         assert made.length(seq) == len(text)
         made.truncate(seq, 0)
