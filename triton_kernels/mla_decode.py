@@ -24,9 +24,7 @@ product with c (the reference rounds the normalised ones).  f32 products are IEE
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from functools import cache as kept
 from typing import Any
 
 import torch
@@ -52,11 +50,10 @@ from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
+from ktgraph.triton_kernels.gluon_kernels import gluon_kernel
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.sdpa_decode import splits_for
 from ktgraph.triton_kernels.split_combine import Partials, combine
-
-log = logging.getLogger("ktgraph")
 
 
 @triton.jit
@@ -192,26 +189,6 @@ def config(dtype: torch.dtype, rows: int, capability: int) -> Config:
     return Config(64, 64, 8, 2) if capability == 90 else Config(32, 32, 8, 2)
 
 
-@kept
-def kernel_of_sm90() -> Any:
-    """The module `mla_decode_sm90`; None, with a warning, where Triton lacks what it is written in.
-
-    Gluon is experimental: a release of Triton may rename its parts.
-    """
-    try:
-        from ktgraph.triton_kernels import mla_decode_sm90
-    except (ImportError, AttributeError) as error:
-        log.warning(
-            "ktgraph: Triton %s has another Gluon than mla.attend with 64 heads or more is written "
-            "in (%s): attention takes the kernel of other GPUs, about 1.6 times as long. Triton "
-            "3.6 to 3.9 have it",
-            triton.__version__,
-            error,
-        )
-        return None
-    return mla_decode_sm90
-
-
 @cuda_kernel("mla.attend", name="triton.mla_attend", nmse=2e-5)
 def mla_attend(
     q_lat: torch.Tensor,
@@ -231,7 +208,7 @@ def mla_attend(
     assert q_lat.stride(-1) == q_pe.stride(-1) == cache.stride(-1) == result.stride(-1) == 1
     tokens, heads, rank = q_lat.shape
     is_sm90 = override is None and heads >= 64 and capability(q_lat) == 90
-    sm90 = kernel_of_sm90() if is_sm90 else None
+    sm90: Any = gluon_kernel("mla_decode_sm90", "mla.attend") if is_sm90 else None
     if sm90 is not None and sm90.fits(q_lat, q_pe, cache, 90):
         sm90.attend(q_lat, q_pe, cache, batch, result, scale, splits)
         return

@@ -13,6 +13,7 @@ from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend as reference
 from ktgraph.triton_kernels import mla_decode, mla_decode_sm90
+from ktgraph.triton_kernels.gluon_kernels import gluon_kernel
 from ktgraph.triton_kernels.mla_decode import Config, mla_attend
 from ktgraph.triton_kernels.registry import launcher
 
@@ -143,14 +144,15 @@ def test_which_calls_take_the_kernel_of_sm90() -> None:
 def test_a_triton_without_gluon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other kernel is taken, and why is said once."""
+    """The plain kernel is taken, and why is said."""
     monkeypatch.delitem(sys.modules, mla_decode_sm90.__name__)
     monkeypatch.delattr("ktgraph.triton_kernels.mla_decode_sm90")
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    find = mla_decode.kernel_of_sm90.__wrapped__
+    find = gluon_kernel.__wrapped__
     with caplog.at_level(logging.WARNING, "ktgraph"):
-        assert find() is None
-    assert "has another Gluon than mla.attend with 64 heads or more is written in" in caplog.text
+        assert find("mla_decode_sm90", "mla.attend") is None
+    assert "mla.attend is slower than it could be" in caplog.text
+    assert "Gluon as Triton 3.6 to 3.9 have it" in caplog.text
 
 
 def test_other_kernels_need_no_gluon() -> None:
