@@ -12,6 +12,7 @@ from lowered_models import MODELS, nmse, prompts
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.generate import Decoder, Endings, Generation, Limits
+from ktgraph.runtime.cache import CacheFullError
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
@@ -203,6 +204,26 @@ def generated_beside(runner: Runner, text: Sequence[int], sampling: Sampling) ->
     found, events = Decoder(runner, limits(runner), None).start([text], [sampling], Endings(4))
     list(events)
     return found.ids[0]
+
+
+def test_a_cache_without_room_for_a_step_ahead(
+    runner: Runner, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that end before they need the rows end as they would have."""
+    start_next, tried = runner.start_next, [0]
+
+    def full(*given: object) -> None:
+        raise CacheFullError("as if other sequences had every page")
+
+    def start(*given: Any) -> Any:
+        tried[0] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.sequences, "reserve", full)
+            return start_next(*given)
+
+    monkeypatch.setattr(runner, "start_next", start)
+    assert generated(runner).ids == want
+    assert tried[0] > 8
 
 
 def test_experts_that_move_while_a_text_streams() -> None:
