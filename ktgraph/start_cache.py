@@ -38,13 +38,12 @@ def folder_key(folder: Path) -> str | None:
     code = _code_digest()
     if code is None:
         return None
+    digest = hashlib.sha256(code.encode())
     try:
-        headers = Shards(folder).layout_digest()
+        digest.update((folder / "config.json").read_bytes())
+        digest.update(Shards(folder).layout_digest().encode())
     except (CheckpointError, OSError):
         return None  # what is wrong is told where it is read
-    digest = hashlib.sha256(code.encode())
-    digest.update((folder / "config.json").read_bytes())
-    digest.update(headers.encode())
     return digest.hexdigest()[:32]
 
 

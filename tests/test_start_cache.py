@@ -120,6 +120,13 @@ def test_where_none_is_used(folder: Path, fresh: Path, monkeypatch: pytest.Monke
     assert "transformers" in sys.modules
     assert folder_key(folder) is None
     monkeypatch.setattr(start_cache, "sys", SimpleNamespace(modules={}))
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        assert folder_key(folder) is None
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert folder_key(folder) is None
