@@ -58,6 +58,12 @@ class KernelError:
     def is_wrong(self) -> bool:
         return not self.error <= self.bound
 
+    def is_worse_than(self, other: KernelError) -> bool:
+        """By what each may have: one kernel has several bounds, by the dtypes that it meets."""
+        if self.is_wrong != other.is_wrong:
+            return self.is_wrong
+        return self.error * other.bound > other.error * self.bound
+
 
 def check_kernels(module: Module, seed: int = 0) -> list[KernelError]:
     """Largest error of every chosen kernel that can run here.
@@ -78,6 +84,12 @@ def why_no_gpu_kernels() -> str:
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         return ""
     return "no CUDA device is here (TRITON_INTERPRET=1 runs them in Triton's interpreter)"
+
+
+def gpu_kernels(module: Module) -> set[str]:
+    """Kernels of a GPU that ops of the module name."""
+    ops = [(op.via, kernels_for(op.name, "cuda")) for op in module.walk() if op.via]
+    return {via for via, known in ops if any(k.name == via and k.into for k in known)}
 
 
 def _is_hybrid(module: Module) -> bool:
@@ -137,10 +149,10 @@ def _on_gpu(small: Module, seed: int) -> list[KernelError]:
             isinstance(o, PackedWeight) for o in call.operands
         )
         error = max((_rows_error(got, want) for got, want in pairs), default=0.0)
-        before = worst.get(kernel.name)
-        if before is None or not error <= before.error:
-            bound = min(kernel.nmse, _F32_BOUND) if is_wide else kernel.nmse
-            worst[kernel.name] = KernelError(kernel.name, call.definition.name, error, bound)
+        bound = min(kernel.nmse, _F32_BOUND) if is_wide else kernel.nmse
+        found = KernelError(kernel.name, call.definition.name, error, bound)
+        if kernel.name not in worst or found.is_worse_than(worst[kernel.name]):
+            worst[kernel.name] = found
 
     device = checking_device(observe)
     assert device is not None
@@ -284,4 +296,4 @@ def _as_tuple(found: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", found if isinstance(found, tuple) else (found,))
 
 
-__all__ = ["KernelError", "check_kernels", "why_no_gpu_kernels"]
+__all__ = ["KernelError", "check_kernels", "gpu_kernels", "why_no_gpu_kernels"]

@@ -85,20 +85,22 @@ def write_folder(
         interrupt leaves them.
     Raises UnsupportedInputError, DiskSpaceError, and errors of the checkpoint.
     """
-    from ktgraph.runtime.planfile_draft import is_resumable
+    from ktgraph.runtime.planfile_draft import DraftBusyError, is_resumable
 
     folder = Path(folder).absolute()
     check_folder(folder, overwrite=overwrite)
     draft = folder.with_name(f".{folder.name}.part")
     draft.mkdir(exist_ok=True)
     try:
+        lowered.save(draft / PLAN, resume=True, say=say)
         for name in _REPORTS:
             text = lowered.context.artifacts.get(name)
             (draft / name).unlink(missing_ok=True)  # of an interrupted call with other options
             if text:
                 (draft / name).write_text(text, encoding="utf-8")
-        lowered.save(draft / PLAN, resume=True, say=say)
         _put(draft, folder)
+    except DraftBusyError:  # all that is there is another process's
+        raise
     except BaseException:
         if not is_resumable(draft / PLAN):
             shutil.rmtree(draft, ignore_errors=True)

@@ -3,7 +3,8 @@
 That is the trace and which file tensors make up each parameter.  Both follow from config.json, the
 headers of the files, ktgraph's own code, torch and transformers, so an entry is found by a digest
 of all of these.  Where transformers is loaded already somebody may have changed what it gives:
-nothing is read then.  Entries lie in the user's cache folder; KTGRAPH_CACHE=off does without.
+nothing is read then, nor where it is installed for editing.  Entries lie in the user's cache
+folder; KTGRAPH_CACHE=off does without.
 """
 
 from __future__ import annotations
@@ -34,27 +35,35 @@ def folder_key(folder: Path) -> str | None:
         return None
     if "transformers" in sys.modules or not (folder / "config.json").is_file():
         return None
+    code = _code_digest()
+    if code is None:
+        return None
+    digest = hashlib.sha256(code.encode())
     try:
-        headers = Shards(folder).layout_digest()
+        digest.update((folder / "config.json").read_bytes())
+        digest.update(Shards(folder).layout_digest().encode())
     except (CheckpointError, OSError):
         return None  # what is wrong is told where it is read
-    digest = hashlib.sha256(_code_digest().encode())
-    digest.update((folder / "config.json").read_bytes())
-    digest.update(headers.encode())
     return digest.hexdigest()[:32]
 
 
 @cache
-def _code_digest() -> str:
-    """Changes with ktgraph's code, torch and transformers."""
-    digest = hashlib.sha256()
+def _code_digest() -> str | None:
+    """Changes with ktgraph's code, torch and transformers; None where somebody works on the last.
+
+    What a wheel holds is told by its RECORD, also where two builds have one version.
+    """
+    transformers = metadata.distribution("transformers")
+    if '"editable": true' in (transformers.read_text("direct_url.json") or ""):
+        return None
+    digest = hashlib.sha256((transformers.read_text("RECORD") or "").encode())
     for name in _PACKAGES:
         spec = importlib.util.find_spec(f"ktgraph.{name}")
         places = spec.submodule_search_locations if spec is not None else None
         for place in places or ():
             for file in sorted(Path(place).rglob("*.py")):
                 digest.update(file.name.encode() + file.read_bytes())
-    digest.update(f"{torch.__version__} {metadata.version('transformers')}".encode())
+    digest.update(f"{torch.__version__} {transformers.version}".encode())
     return digest.hexdigest()
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from ktgraph.runtime.window_pages import Ints
+from ktgraph.runtime.cache import CacheFullError, Ints
 from ktgraph.sampling import Sampler
 
 Requests = Sequence[tuple[int, Sequence[int]]]
@@ -112,7 +113,11 @@ class Steps(Generic[W]):
         started, rows = self._started[0]
         goes_on = may_go_on and len(rows) == len(works) and not any(w.is_at_end for w in works)
         if goes_on and chooser.goes_on(started):
-            self._started.append((chooser.start_next(started, *_choices(works, ahead=1)), works))
+            with suppress(
+                CacheFullError
+            ):  # rows that these texts may not need: raised when they do
+                following = chooser.start_next(started, *_choices(works, ahead=1))
+                self._started.append((following, works))
         found = dict(zip(map(id, rows), chooser.tokens(started), strict=True))
         del self._started[0]
         return [found[id(w)] for w in works], float(started.seconds)

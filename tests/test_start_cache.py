@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,29 @@ def test_the_code_is_part_of_it() -> None:
         assert digest() != start_cache._code_digest()
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "same"),
+    [
+        ("RECORD", "transformers/modeling_utils.py,sha256=another,1", False),
+        ("direct_url.json", '{"url": "file:///x", "dir_info": {"editable": true}}', None),
+        ("direct_url.json", '{"url": "file:///x.whl", "archive_info": {}}', True),
+    ],
+)
+def test_a_transformers_of_the_same_version(
+    name: str, text: str, same: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another build is another one; a copy that somebody edits is never kept from."""
+    read_text = metadata.PathDistribution.read_text
+    monkeypatch.setattr(
+        metadata.PathDistribution,
+        "read_text",
+        lambda self, file: text if file == name else read_text(self, file),
+    )
+    found = start_cache._code_digest.__wrapped__()
+    assert (found is None) is (same is None)
+    assert (found == start_cache._code_digest()) is (same is True)
+
+
 def test_where_none_is_used(folder: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With transformers loaded, without a whole checkpoint, or where the user says so."""
     assert folder_key(folder)
@@ -96,6 +120,13 @@ def test_where_none_is_used(folder: Path, fresh: Path, monkeypatch: pytest.Monke
     assert "transformers" in sys.modules
     assert folder_key(folder) is None
     monkeypatch.setattr(start_cache, "sys", SimpleNamespace(modules={}))
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        assert folder_key(folder) is None
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert folder_key(folder) is None

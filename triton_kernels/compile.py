@@ -23,7 +23,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from ktgraph.triton_kernels.dependent import LEAST_CAPABILITY
 
@@ -76,8 +75,7 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         if t.endswith(":16")
     }
     constants = {(names.index(n),): v for n, v in case.constants.items()}
-    written = GluonASTSource if case.kernel.is_gluon() else ASTSource
-    source = written(case.kernel, signature, constants, aligned)
+    source = _source_of(case.kernel)(case.kernel, signature, constants, aligned)
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
@@ -95,6 +93,14 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         case.stack,
         made.asm["ptx"].count("griddepcontrol.wait"),
     )
+
+
+def _source_of(kernel: Any) -> Any:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource  # not of every Triton
+
+    return GluonASTSource
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

@@ -25,13 +25,13 @@ product with c (the reference rounds the normalised ones).  f32 products are IEE
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ktgraph.runtime.state import State
-from ktgraph.triton_kernels import mla_decode_sm90
 from ktgraph.triton_kernels.attention_tiles import (
     block_of,
     cache_slots,
@@ -50,6 +50,7 @@ from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.dots import dot
+from ktgraph.triton_kernels.gluon_kernels import gluon_kernel
 from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.sdpa_decode import splits_for
 from ktgraph.triton_kernels.split_combine import Partials, combine
@@ -205,10 +206,12 @@ def mla_attend(
     (result,) = out
     cache = kv.parts[0][layer]
     assert q_lat.stride(-1) == q_pe.stride(-1) == cache.stride(-1) == result.stride(-1) == 1
-    if override is None and mla_decode_sm90.fits(q_lat, q_pe, cache, capability(q_lat)):
-        mla_decode_sm90.attend(q_lat, q_pe, cache, batch, result, scale, splits)
-        return
     tokens, heads, rank = q_lat.shape
+    is_sm90 = override is None and heads >= 64 and capability(q_lat) == 90
+    sm90: Any = gluon_kernel("mla_decode_sm90", "mla.attend") if is_sm90 else None
+    if sm90 is not None and sm90.fits(q_lat, q_pe, cache, 90):
+        sm90.attend(q_lat, q_pe, cache, batch, result, scale, splits)
+        return
     most = batch.max_new * heads
     used = override or config(q_lat.dtype, most, capability(q_lat))
     each = triton.cdiv(most, used.block_m)

@@ -15,7 +15,7 @@ from ktgraph.cpu_kernels.reference_layouts import STEP, Layout
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import Refusal, no, operand_type
-from ktgraph.runtime.weight_forms import GPU_FORMATS
+from ktgraph.runtime.weight_forms import GPU_FORMATS, gpu_decodes
 from ktgraph.triton_kernels.registry import Supports
 from ktgraph.weights.encodings import Tile
 
@@ -108,7 +108,7 @@ def packed_weights(*positions: int, int8_rows: bool = False) -> Supports:
             assert found is not None
             type = operand_type(module, found)
             tile = Tile.of(type.encoding) if isinstance(type, TensorType) else None
-            if tile is None or not _decodes(tile):
+            if tile is None or not gpu_decodes(tile.encoding):
                 names = ", ".join(f"tile.{f}" for f in FORMATS)
                 return no(f"{found} is {type}; this kernel takes {names}", op)
             tiles.append(tile)
@@ -119,10 +119,6 @@ def packed_weights(*positions: int, int8_rows: bool = False) -> Supports:
         return True
 
     return supports
-
-
-def _decodes(tile: Tile) -> bool:
-    return tile.format in FORMATS and not (tile.format == "int8" and tile.group)
 
 
 __all__ = ["FORMATS", "GROUPS", "PackedWeight", "packed_weights"]

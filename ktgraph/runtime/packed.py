@@ -142,16 +142,23 @@ def _tiles(evaluator: WeightEvaluator, use: WeightUse) -> torch.Tensor:
 
 def _dense(use: WeightUse, evaluator: WeightEvaluator) -> torch.Tensor:
     """A copy in pages of its own: sources may give views of mapped files or of a live model."""
-    from ktgraph.cpu_kernels import empty_packed
-
     if use.form == "stored":
         (value,) = evaluator.stored(use.ref, use.index)
     else:
         value = evaluator.tensor(use.ref, use.index)
     dtype = torch_dtype(dense_dtype(use))
-    memory = torch.as_tensor(empty_packed(value.numel() * dtype.itemsize))
-    kept = memory.view(dtype).view(value.shape)
+    kept = _own_pages(value.numel() * dtype.itemsize).view(dtype).view(value.shape)
     return kept.copy_(value)
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """uint8 memory that shares no page with other memory."""
+    from ktgraph.cpu_kernels import NativeMissingError, load_native
+
+    try:
+        return torch.as_tensor(load_native().empty_packed(nbytes))
+    except NativeMissingError:  # it may share one, and `pin` refuses it where a GPU copies from it
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @contextmanager

@@ -35,6 +35,10 @@ Packed = Iterable[tuple[WeightUse, torch.Tensor]]
 WeightsFrom = Callable[[int], Packed]  # the weights from a number on, each asked for in its turn
 
 
+class DraftBusyError(PlanFileError):
+    """Another process writes the file."""
+
+
 @dataclass
 class Draft:
     """A file that takes the place of `path` when it is whole.
@@ -81,12 +85,23 @@ class Draft:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PlanFileError(
-                f"{self.path}: another process writes it now ({self.file}): wait for it, or give "
-                "another name"
-            ) from None
+            raise self._busy() from None
         except OSError as error:  # a file system without locks
             log.info("%s is not locked: %s", self.file, error)
+        if not self._is_at_its_name(file):  # its owner made it the finished file meanwhile
+            raise self._busy()
+
+    def _busy(self) -> DraftBusyError:
+        return DraftBusyError(
+            f"{self.path}: another process writes it now ({self.file}): wait for it, or give "
+            "another name"
+        )
+
+    def _is_at_its_name(self, file: IO[bytes]) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.file.stat())
+        except FileNotFoundError:
+            return False
 
     def _read_journal(self) -> None:
         try:
@@ -187,4 +202,4 @@ def is_resumable(path: Path) -> bool:
     return Draft(path, "").file.exists()
 
 
-__all__ = ["Draft", "Packed", "PackedMember", "WeightsFrom", "is_resumable"]
+__all__ = ["Draft", "DraftBusyError", "Packed", "PackedMember", "WeightsFrom", "is_resumable"]

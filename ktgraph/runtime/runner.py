@@ -150,6 +150,8 @@ class Runner(TokenRunner):
                 "no layer has slots for hot experts: placement rules give them (device: hot), or "
                 "the option popularity"
             )
+        residency = executor.residency
+        residency.check_movable(residency.layers if every is not None else ())
         with self._alone():
             if self._adaptation is not None:
                 self._adaptation.end()

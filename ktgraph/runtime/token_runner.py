@@ -136,6 +136,11 @@ class TokenRunner(PagedRunner):
         for started in self._started:
             started.added.pop(seq, None)
 
+    def truncate(self, seq: int, n: int) -> None:
+        """Forget all but the first `n` rows; raises RunnerBusyError while a step adds some."""
+        self._check_idle([seq])
+        super().truncate(seq, n)
+
     @property
     def _gpu(self) -> GpuExecutor:
         if not isinstance(self.executor, GpuExecutor) or not self.executor.samples:
@@ -147,12 +152,15 @@ class TokenRunner(PagedRunner):
 
     def _checked(self, requests: Sequence[Request], logits: Rows) -> dict[int, Sequence[int]]:
         wanted = super()._checked(requests, logits)
-        busy = next((seq for seq in wanted if self._pending(seq)), None)
+        self._check_idle(wanted)
+        return wanted
+
+    def _check_idle(self, seqs: Iterable[int]) -> None:
+        busy = next((seq for seq in seqs if self._pending(seq)), None)
         if busy is not None:
             raise RunnerBusyError(
                 f"a step of sequence {busy} is under way: read its tokens, or drop it"
             )
-        return wanted
 
     def _start(
         self,
@@ -181,7 +189,9 @@ class TokenRunner(PagedRunner):
             self.sequences.reserve({seq: pending[seq] + rows for seq, rows in added.items()})
             before: list[int] = []
             for pieces in calls[:-1]:  # one after the other
-                before += self._gpu.land(start(pieces))[: sum(p.is_last for p in pieces)]
+                flight = start(pieces)
+                before += self._gpu.land(flight)[: sum(p.is_last for p in pieces)]
+                self._count(flight.taken)
             flight = start(calls[-1])
         except BaseException:
             self._forget_lost(added)

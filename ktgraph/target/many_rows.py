@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ktgraph.target.probe import CpuInfo
-
 HIDDEN, INNER = 1024, 512  # of an expert
 SIZE = 4 << 20  # bytes of the experts' weights: more than caches close to a core hold
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows of each expert
@@ -38,7 +36,7 @@ def format_key(format: str, group: int) -> str:
     return "int8_group" if format == "int8" and group else format
 
 
-def measure_many_rows(info: CpuInfo) -> dict[str, dict[str, int]]:
+def measure_many_rows() -> dict[str, dict[str, int]]:
     """Rows by the engine's level and by format; empty where no engine is built.
 
     On one thread, as several wait for each other beside other programs.  Takes about a second.
@@ -50,7 +48,7 @@ def measure_many_rows(info: CpuInfo) -> dict[str, dict[str, int]]:
         engine = native.Engine(1)
     except NativeMissingError:
         return {}
-    data = native.empty_packed(min(SIZE, max(4 << 20, info.memory.available // 8)))
+    data = native.empty_packed(SIZE)
     data[:] = 0
     found: dict[str, int] = {}
     for format, group, rows in FORMATS:

@@ -50,7 +50,7 @@ def measure_cpu(info: CpuInfo) -> Device:
         numa_nodes=max(1, len(info.numa)),
         reads=measure_reads(info, threads),
         engine=engine,
-        many_rows=measure_many_rows(info),
+        many_rows=measure_many_rows(),
     )
 
 

@@ -19,6 +19,7 @@ from ktgraph.packed_folder import PLAN, write_folder
 from ktgraph.runtime import packed, planfile_write
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile import PlanFileError
+from ktgraph.runtime.planfile_draft import Draft
 from ktgraph.runtime.planfile_write import DiskSpaceError
 
 PROMPT = "Once upon a time"
@@ -279,12 +280,26 @@ def test_an_error_of_the_checkpoint_leaves_nothing(
 
 
 def test_one_process_writes_at_a_time(lowered: kt.Lowered, stopped: Path) -> None:
-    draft = stopped.with_name(".m.part") / f".{PLAN}.part"
+    draft, told = stopped.with_name(".m.part") / f".{PLAN}.part", list[str]()
     with draft.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(PlanFileError, match="another process writes it now"):
-            write_folder(lowered, stopped)
-    assert draft.exists()
+            write_folder(lowered, stopped, say=told.append)
+    assert told == []  # nothing of the other's is to be deleted
+    assert {p.name for p in draft.parent.iterdir()} == {draft.name, f"{draft.name}.done"}
+
+
+def test_a_draft_that_becomes_the_file_is_not_written_into(tmp_path: Path) -> None:
+    """Its owner ends between the moment that another opens it and the moment that it locks it."""
+    draft = Draft(tmp_path / PLAN, "key")
+    with draft.file.open("w+b") as file:
+        draft._lock(file)
+        draft.file.rename(draft.path)
+        with pytest.raises(PlanFileError, match="another process writes it now"):
+            draft._lock(file)
+        draft.file.touch()  # a third one's
+        with pytest.raises(PlanFileError, match="another process writes it now"):
+            draft._lock(file)
 
 
 def test_the_disk_is_asked_first(

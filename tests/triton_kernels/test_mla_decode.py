@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from ragged import LAYER, Ragged, nmse, poisoned, strided, widened
 
 from ktgraph.ops.mla import attend as reference
 from ktgraph.triton_kernels import mla_decode, mla_decode_sm90
+from ktgraph.triton_kernels.gluon_kernels import gluon_kernel
 from ktgraph.triton_kernels.mla_decode import Config, mla_attend
 from ktgraph.triton_kernels.registry import launcher
 
@@ -135,3 +139,25 @@ def test_which_calls_take_the_kernel_of_sm90() -> None:
     assert not mla_decode_sm90.fits(lat, pe, cache.float(), 90)
     assert not mla_decode_sm90.fits(lat, torch.zeros(2, 64, 68, dtype=BF16)[..., :64], cache, 90)
     assert not mla_decode_sm90.fits(lat, pe, torch.zeros(8, 580, dtype=BF16)[:, 4:], 90)
+
+
+def test_a_triton_without_gluon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plain kernel is taken, and why is said."""
+    monkeypatch.delitem(sys.modules, mla_decode_sm90.__name__)
+    monkeypatch.delattr("ktgraph.triton_kernels.mla_decode_sm90")
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    find = gluon_kernel.__wrapped__
+    with caplog.at_level(logging.WARNING, "ktgraph"):
+        assert find("mla_decode_sm90", "mla.attend") is None
+    assert "mla.attend is slower than it could be" in caplog.text
+    assert "Gluon as Triton 3.6 to 3.9 have it" in caplog.text
+
+
+def test_other_kernels_need_no_gluon() -> None:
+    script = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None; "
+        "import ktgraph.triton_kernels.mla_decode, ktgraph.triton_kernels.linear"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

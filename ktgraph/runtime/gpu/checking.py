@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from ktgraph.cpu_kernels import load_native
 from ktgraph.ops.signature import TensorPattern
 from ktgraph.runtime.cache import InPlaceState
 from ktgraph.runtime.gpu.cuda import CudaDevice, packed_weight
@@ -22,6 +21,7 @@ from ktgraph.runtime.gpu.simulated import SimulatedDevice, host_batch
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
 from ktgraph.triton_kernels.packed import PackedWeight
+from ktgraph.weights.encodings import Tile, to_float
 
 # a launch, and pairs of what came out and what the reference makes
 Observe = Callable[[KernelCall, Sequence[tuple[Any, Any]]], None]
@@ -105,17 +105,9 @@ def _on_host(given: Any, rank: int) -> Any:
 
 
 def _values(weight: PackedWeight, rank: int) -> torch.Tensor:
-    data = weight.data.cpu()
-    matrices = [
-        torch.as_tensor(
-            load_native().unpack(
-                data.data_ptr(), index, weight.format, weight.rows, weight.cols, weight.group,
-                weight.count, weight.gate_up,
-            )
-        )
-        for index in range(weight.count)
-    ]  # fmt: skip
-    return matrices[0] if rank == 2 else torch.stack(matrices)
+    shape = [weight.count, weight.rows, weight.cols]
+    encoding = Tile(weight.format, weight.group, weight.gate_up).encoding
+    return to_float((weight.data.cpu(),), shape[-rank:], encoding)
 
 
 __all__ = ["CheckingCuda", "Interpreted", "checking_device"]

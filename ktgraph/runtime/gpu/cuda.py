@@ -21,7 +21,7 @@ from ktgraph.runtime.gpu.device import (
     Step,
 )
 from ktgraph.runtime.gpu.driver import DriverError, wait_value
-from ktgraph.runtime.gpu.pinning import Pinned, pin
+from ktgraph.runtime.gpu.pinning import Pinned, pin, registration_of
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.packed import PackedWeight
 
@@ -99,8 +99,8 @@ class CudaDevice(GpuDevice):
         return lambda: self.stream.wait_event(fork.end)
 
     def pin(self, memory: torch.Tensor) -> str:
-        if memory.is_pinned():
-            return ""
+        if memory.is_pinned() and registration_of(memory) is None:
+            return ""  # torch's own, as long as it lives
         try:
             self._pinned.append(pin(memory))
         except DriverError as error:

@@ -280,12 +280,14 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Stop the threads that watch mailboxes."""
-        if not self._is_closed:
-            with suppress(ExecutionError):  # of a step whose tokens nobody waits for
-                self.settle()
-            self.settle_residency()  # memory must not be given back below a copy
-        self._is_closed = True
-        self.mailboxes.close()
+        try:
+            if not self._is_closed:
+                with suppress(ExecutionError):  # of a step whose tokens nobody waits for
+                    self.settle()
+                self.settle_residency()  # memory must not be given back below a copy
+        finally:
+            self._is_closed = True
+            self.mailboxes.close()
 
     def _recover(self) -> None:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""

@@ -12,7 +12,7 @@ entered.  So the same calls give the same results, however fast the link is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -97,8 +97,8 @@ class Residency:
             then[slot] = expert
             moves.append((expert, slot))
         meanwhile = [e if e == old else -1 for e, old in zip(then, before, strict=True)]
-        for stack in layer.stacks if moves else ():
-            _check_same_numbers(stack)
+        if moves:
+            self.check_movable([number])
         self._end([c for c in self.changes if c.layer is layer])
         if moves:
             change = Change(layer, meanwhile, then, self._copies(layer, moves))
@@ -107,6 +107,11 @@ class Residency:
         else:
             self.device.run([self._write(layer, then)])
         self._planned[number] = then
+
+    def check_movable(self, numbers: Iterable[int]) -> None:
+        """Raise UnsupportedInputError where experts of a layer cannot be copied into its slots."""
+        for stack in (s for n in numbers for s in self.layers[n].stacks):
+            _check_same_numbers(stack)
 
     def due(self) -> list[Step]:
         """Steps in front of a call, which enter experts whose copies had a call to run behind."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, cast
 
 import torch
 
-from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.batch import Batch
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.device import (
@@ -30,6 +28,7 @@ from ktgraph.runtime.gpu.device import (
 )
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.triton_kernels.batch import DeviceBatch
+from ktgraph.weights.encodings import to_float
 
 _REQUEST = 1
 _PAUSE = 50e-6  # seconds; the thread that answers may need this CPU
@@ -66,27 +65,9 @@ class SimulatedDevice(GpuDevice):
 
     def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:
         """Values, for the op's reference: made when it reads them, since bytes may be streamed."""
-        return lambda: self._values(packed, use)
-
-    def _values(self, packed: torch.Tensor, use: WeightUse) -> torch.Tensor:
-        tile, shape = use.tile, [d.const() for d in use.type.dims]
-        count = prod(shape[:-2])
-        matrices = [
-            torch.as_tensor(
-                load_native().unpack(
-                    packed.data_ptr(),
-                    index,
-                    tile.format,
-                    shape[-2],
-                    shape[-1],
-                    tile.group,
-                    count,
-                    tile.gate_up,
-                )
-            )
-            for index in range(count)
-        ]
-        return torch.stack(matrices).reshape(shape)
+        encoding, shape = use.type.encoding, [d.const() for d in use.type.dims]
+        assert encoding is not None
+        return lambda: to_float((packed,), shape, encoding)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Step:
         return lambda: target.copy_(source)

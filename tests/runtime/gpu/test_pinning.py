@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ktgraph.cpu_kernels import empty_packed
 from ktgraph.runtime.gpu import pinning
+from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.driver import DriverError
 
 PAGE = mmap.PAGESIZE
@@ -89,6 +91,37 @@ def test_pages_of_others_are_refused(driver: Driver) -> None:
     whole = _bytes(PAGE)
     with pytest.raises(DriverError, match="page of its own"):
         pinning.pin(whole[64:])
+    assert not driver.held
+
+
+def test_a_registration_is_shared_only_by_what_it_covers(driver: Driver) -> None:
+    """A copy of a whole whose first pages alone are registered would be refused."""
+    whole = _bytes(3 * PAGE)
+    part = pinning.pin(whole[:PAGE])
+    with pytest.raises(DriverError, match="a part of it is registered already"):
+        pinning.pin(whole)
+    assert pinning.pin(whole[8:10]) is part
+    del part
+    pinned = pinning.pin(whole)
+    assert pinning.pin(whole[PAGE:]) is pinned
+    assert driver.held == {whole.data_ptr(): 3 * PAGE}
+
+
+def test_a_device_holds_what_another_registered(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls such memory pinned; but the registration must not end with the other device."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: bool(driver.held))
+    first, second = (SimpleNamespace(_pinned=list[pinning.Pinned]()) for _ in range(2))
+    weight = _bytes(PAGE)
+    for device in (first, second):
+        assert CudaDevice.pin(device, weight) == ""  # type: ignore[arg-type]
+    first._pinned.clear()
+    assert driver.held
+    second._pinned.clear()
+    assert not driver.held
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)  # by torch
+    assert CudaDevice.pin(first, weight) == ""  # type: ignore[arg-type]
     assert not driver.held
 
 

@@ -272,6 +272,8 @@ def test_slots_of_another_encoding_are_read_from_the_checkpoint() -> None:
     runner = bind(module, OPTIONS)
     with pytest.raises(UnsupportedInputError, match="are stored differently, so experts cannot"):
         runner.set_residency(1, [4])
+    with pytest.raises(UnsupportedInputError, match="are stored differently, so experts cannot"):
+        runner.adapt_residency(8)  # at once, not in the middle of a text
     assert runner.residency[1] == [0, 1, 2]
     runner.executor.close()
 
@@ -360,6 +362,21 @@ def test_a_failed_call_loses_no_change(
         assert pair.forward([(seq, [token])]) <= LIMIT
     assert table.tolist() == [-1, -1, 2, -1, 1, 0]
     pair.executor.close()
+
+
+def test_a_copy_that_does_not_end_keeps_no_thread_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing says so, and the threads that watch mailboxes stop all the same."""
+    pair, _, _ = changing(SimulatedDevice)
+    executor, closed = pair.executor, list[int]()
+    pair.executor.set_residency(1, [5, 4, 3])
+    close = executor.mailboxes.close
+    monkeypatch.setattr(executor.mailboxes, "close", lambda: (closed.append(1), close()))
+    monkeypatch.setattr(executor.device, "finish", lambda *given: False)
+    with pytest.raises(ExecutionError, match="copies of hot experts did not end in time"):
+        executor.close()
+    assert closed
+    with pytest.raises(ExecutionError, match="this executor was closed"):
+        executor.set_residency(1, [0])
 
 
 def test_slots_follow_what_is_chosen(new_device: NewDevice) -> None:

@@ -12,6 +12,7 @@ from lowered_models import MODELS, nmse, prompts
 
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.generate import Decoder, Endings, Generation, Limits
+from ktgraph.runtime.cache import CacheFullError
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
@@ -205,6 +206,26 @@ def generated_beside(runner: Runner, text: Sequence[int], sampling: Sampling) ->
     return found.ids[0]
 
 
+def test_a_cache_without_room_for_a_step_ahead(
+    runner: Runner, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that end before they need the rows end as they would have."""
+    start_next, tried = runner.start_next, [0]
+
+    def full(*given: object) -> None:
+        raise CacheFullError("as if other sequences had every page")
+
+    def start(*given: Any) -> Any:
+        tried[0] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.sequences, "reserve", full)
+            return start_next(*given)
+
+    monkeypatch.setattr(runner, "start_next", start)
+    assert generated(runner).ids == want
+    assert tried[0] > 8
+
+
 def test_experts_that_move_while_a_text_streams() -> None:
     """Changes begin between two pieces; no step is started ahead of one."""
     made = make("mla", HOT)
@@ -312,6 +333,8 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     assert runner.length(seq) == 0
     with pytest.raises(RunnerBusyError, match=f"a step of sequence {seq} is under way"):
         runner.forward([(seq, [4])])
+    with pytest.raises(RunnerBusyError, match=f"a step of sequence {seq} is under way"):
+        runner.truncate(seq, 0)
     runner.forward([(other, [4])])
     with pytest.raises(UnsupportedInputError, match="no longer on the GPU"):
         runner.start_next(started, how)
@@ -324,7 +347,7 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     is_empty(runner)
 
 
-def test_a_request_longer_than_a_call() -> None:
+def test_a_request_longer_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls but the last are run at once; tokens come in the order of the requests."""
     from ktgraph.ops.sample import settings
 
@@ -332,7 +355,11 @@ def test_a_request_longer_than_a_call() -> None:
     texts = prompts(14, 40, seed=7)
     seqs = [made.open() for _ in texts]
     how = settings(0.0, 0, 1.0, 0.0, 0)[None].repeat(2, 0)
+    counts: list[int] = []
+    monkeypatch.setattr(made, "_count", counts.append)
     tokens = made.tokens(made.start(list(zip(seqs, texts, strict=True)), how))
+    assert len(counts) > 1
+    assert sum(counts) == sum(map(len, texts))  # what learning residency goes by
     for seq, text in zip(seqs, texts, strict=True):
         assert made.length(seq) == len(text)
         made.truncate(seq, 0)
