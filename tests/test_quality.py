@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 REPO = Path(__file__).resolve().parent.parent
 MAPPED = ("passes", "frontends", "triton_kernels", "cpu_kernels")
@@ -28,6 +29,10 @@ def test_ruff_format() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.9."),
+    reason="kernels are typed against Triton 3.9: others annotate the same functions otherwise",
+)
 def test_types() -> None:
     """Pyright, strict over ktgraph/ and passes/, basic elsewhere ([tool.pyright])."""
     run("pyright", "--pythonpath", sys.executable)
