@@ -10,7 +10,6 @@ import triton
 
 from ktgraph.triton_kernels.compile import CAPABILITIES, SHARED_LIMIT
 
-
 # Bytes of stack a program without spills: what ptxas of another release than the one that
 # configurations were chosen with may take for a case or two (16 were seen with Triton 3.7).
 STACK = 0 if triton.__version__.startswith("3.9.") else 16
