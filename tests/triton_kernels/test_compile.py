@@ -10,9 +10,14 @@ import triton
 
 from ktgraph.triton_kernels.compile import CAPABILITIES, SHARED_LIMIT
 
-# Bytes of stack a program without spills: what ptxas of another release than the one that
-# configurations were chosen with may take for a case or two (16 were seen with Triton 3.7).
-STACK = 0 if triton.__version__.startswith("3.9.") else 16
+# Bytes of stack, without spills, that Triton 3.7 takes where 3.6 and 3.9 take none: these alone.
+STACK_OF_3_7 = {
+    ("sdpa_prefill fp32 A=128", 86): 16,
+    ("sdpa_prefill fp32 A=128", 89): 16,
+    ("sdpa_prefill fp32 A=256 window softcap sinks", 120): 8,
+    ("linear_packed T=16 fp8 bf16 gate_up even", 120): 16,
+}
+KNOWN_STACK = STACK_OF_3_7 if triton.__version__.startswith("3.7.") else {}
 
 
 @pytest.mark.slow
@@ -35,7 +40,7 @@ def test_all_compile_without_spills_and_fit_shared_memory(capability: int) -> No
         u
         for u in report["usages"]
         if u["spills"] > 0
-        or u["stack"] > max(u["allowed_stack"], STACK)
+        or u["stack"] > max(u["allowed_stack"], KNOWN_STACK.get((u["case"], capability), 0))
         or u["shared"] > SHARED_LIMIT[capability]
         or (u["waits"] > 0) != (capability >= 90)  # see dependent.py
     ]
