@@ -50,6 +50,9 @@ class CudaDevice(GpuDevice):
     def host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def catch_up(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+
     def weight(self, packed: torch.Tensor, use: WeightUse) -> PackedWeight:
         return packed_weight(packed, use)
 

@@ -89,6 +89,9 @@ class GpuDevice(ABC):
     def host(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of host memory that the GPU reads and writes too."""
 
+    def catch_up(self) -> None:
+        """Zeros, weights and what else torch's current stream was given come before later steps."""
+
     @abstractmethod
     def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:
         """What kernels take for a packed weight whose bytes lie in the GPU's memory."""

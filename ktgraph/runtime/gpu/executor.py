@@ -92,6 +92,7 @@ class GpuExecutor:
             self._phases[phase.name] = bound
             first += len(bound.parts.boxes)
         self.samples = all(phase.samples for phase in self._phases.values())
+        device.catch_up()
         self.mailboxes.start()
 
     def _check_order(self) -> None:
@@ -276,6 +277,7 @@ class GpuExecutor:
         self.counts = RouterCounts(self.plan, self.device.torch_device) if on else None
         for phase in self._phases.values():
             phase.forget_steps()
+        self.device.catch_up()
         return self.counts
 
     def close(self) -> None:
@@ -295,6 +297,7 @@ class GpuExecutor:
         self.device.drain(self.mailboxes.release, phases.PATIENCE)
         self.mailboxes.reset()
         self.residency.restart()
+        self.device.catch_up()
         self._is_under_way = False
 
     # -- where things lie ---------------------------------------------------------------------

@@ -226,6 +226,7 @@ class BoundPhase:
             if most:
                 made[-1].add([self._sampling(sizes, most, has_seen)])
             self._made[key] = made
+            self.device.catch_up()  # with weights that were made ready for these steps
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hybrid_models import (
     DEFERRED,
     EXPERTS,
@@ -35,6 +36,17 @@ def test_prefill_chunk_decode(model: str, experts: str) -> None:
 def test_quantized_experts(model: str, experts: str, quantize: str) -> None:
     pair = make_hybrid(model, experts, device=CudaDevice(), quantize=f"experts={quantize}")
     assert max(follow(pair, [9, 3], [1, 2])) <= LIMIT
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_a_busy_stream_of_torch(experts: str) -> None:
+    """Zeros and weights are written on torch's stream: the first call waits for them."""
+    device = CudaDevice()
+    warm = make_hybrid("gqa", experts, device=device)  # kernels are compiled by now
+    follow(warm, [9, 3], [2])
+    torch.cuda._sleep(int(4e8))  # pyright: ignore[reportPrivateUsage]
+    pair = make_hybrid("gqa", experts, device=device)
+    assert max(follow(pair, [9, 3], [2])) <= LIMIT
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
