@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,8 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 @pytest.mark.gpu
 def test_freed_originals_leave_the_gpu() -> None:
     model = small("mixtral").to("cuda")
+    kt.patch(small("mixtral").to("cuda"), threads=1)  # libraries take their workspaces now
+    gc.collect()
     before = torch.cuda.memory_allocated()
     patched = kt.patch(model, free_originals=True, threads=1)
     assert before - torch.cuda.memory_allocated() >= 0.9 * sum(b.before for b in patched.blocks)
