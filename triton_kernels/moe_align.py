@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportAssignmentType=false
 """Sort (token, expert) pairs by expert on the device, padded to blocks of rows.
 
 A grouped GEMM works on blocks of `block_m` rows that belong to one expert.  `align` is a stable
@@ -12,9 +12,11 @@ Pairs whose id is -1 take part in no block.  `blocks` is an upper bound that the
 result travels to the host; used blocks come first, ordered by expert.
 
 Tiling: a program owns a chunk of pairs and walks it in sub-chunks, whose one-hot matrix
-[SUB, E] gives counts by a sum over rows and ranks by a running sum.  One chunk takes one launch;
-more take two: counts of each chunk, then every program sums the counts of all chunks (those of
-earlier ones are its base) and places its pairs.  No atomics, so the order is always the same.
+[SUB, E] gives counts by a sum over rows and ranks by a product with a triangle of ones, which is
+exact in float16 with float32 sums and cheaper than a running sum.  One chunk takes one launch; more
+take two: counts of each chunk, then every program sums the counts of all chunks (those of earlier
+ones are its base) and places its pairs.  Sums run over matrices, whose rows are added up once, at
+the end.  No atomics, so the order is always the same.
 
 Bytes: 4 per pair read once or twice and written once; the time is that of one or two launches.
 """
@@ -29,10 +31,14 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
+from ktgraph.triton_kernels.dots import dot
 
 _SINGLE = 1024  # most pairs that one program sorts alone, in one launch
 _CHUNK = 256  # pairs of a program where there are more: 16,384 pairs keep 64 multiprocessors busy
-_ONE_HOT = 8192  # elements of a one-hot matrix: SUB * experts
+_ONE_HOT = 8192  # most elements of a one-hot matrix: SUB * experts
+_MOST_SUB = 128  # the triangle has SUB * SUB elements
+_LEAST = 16  # experts of a matrix that `dot` takes
+_MOST_ROWS = 1 << 24  # that float32 counts
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,29 @@ def max_blocks(pairs: int, experts: int, block_m: int) -> int:
     return pairs // block_m + min(pairs, experts)
 
 
+def _sub_chunk(experts: int) -> int:
+    return min(_MOST_SUB, max(16, _ONE_HOT // experts))
+
+
+def _warps(experts: int) -> int:
+    return 4 if experts <= 256 else 8
+
+
 def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
     """Sort ids i32[T, K] (contiguous) by expert.  Only launches; allocates the results."""
     assert ids.dtype == torch.int32
     assert ids.is_contiguous()
     pairs, blocks = ids.numel(), max_blocks(ids.numel(), experts, block_m)
+    assert blocks * block_m < _MOST_ROWS
 
     def made(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=ids.device)
 
     result = Alignment(made(blocks * block_m), made(blocks), made(blocks), block_m)
-    padded = triton.next_power_of_2(experts)
+    padded = max(_LEAST, triton.next_power_of_2(experts))
     chunk = _SINGLE if pairs <= _SINGLE else _CHUNK
     chunks = triton.cdiv(pairs, chunk)
-    sub = min(chunk, max(16, _ONE_HOT // padded))
+    sub = _sub_chunk(padded)
     counts = made(chunks * padded)
     if chunks > 1:
         _count_chunks[(chunks,)](
@@ -82,7 +97,7 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
             CHUNK=chunk,
             SUB=sub,
             E=padded,
-            num_warps=8,
+            num_warps=_warps(padded),
             **dependent_launch(),
         )
     _place[(chunks,)](
@@ -99,7 +114,7 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
         SUB=sub,
         E=padded,
         SINGLE=chunks == 1,
-        num_warps=8,
+        num_warps=_warps(padded),
         **dependent_launch(),
     )
     return result
@@ -116,10 +131,10 @@ def _one_hot(ids, at, pairs, SUB: tl.constexpr, E: tl.constexpr):
 @triton.jit
 def _count(ids, start, pairs, CHUNK: tl.constexpr, SUB: tl.constexpr, E: tl.constexpr):
     """Pairs of each expert in the chunk at `start`."""
-    total = tl.zeros([E], dtype=tl.int32)
+    found = tl.zeros([SUB, E], dtype=tl.int32)
     for at in range(start, min(start + CHUNK, pairs), SUB):
-        total += tl.sum(_one_hot(ids, at, pairs, SUB, E), axis=0)
-    return total
+        found += _one_hot(ids, at, pairs, SUB, E)
+    return tl.sum(found, axis=0)
 
 
 @triton.jit
@@ -149,16 +164,20 @@ def _place(
     enter()
     chunk = tl.program_id(0)
     expert = tl.arange(0, E)
-    earlier = tl.zeros([E], dtype=tl.int32)  # pairs of each expert in the chunks before this one
     if SINGLE:
         total = _count(ids, 0, pairs, CHUNK, SUB, E)
+        earlier = tl.zeros([E], dtype=tl.int32)
     else:
-        total = tl.zeros([E], dtype=tl.int32)
-        for c0 in range(0, chunks, 16):
-            c = c0 + tl.arange(0, 16)
+        ROWS: tl.constexpr = max(8, 2048 // E)
+        whole = tl.zeros([ROWS, E], dtype=tl.int32)
+        part_before = tl.zeros([ROWS, E], dtype=tl.int32)
+        for c0 in range(0, chunks, ROWS):
+            c = c0 + tl.arange(0, ROWS)
             part = tl.load(counts + c[:, None] * E + expert, mask=(c < chunks)[:, None], other=0)
-            total += tl.sum(part, axis=0)
-            earlier += tl.sum(tl.where((c < chunk)[:, None], part, 0), axis=0)
+            whole += part
+            part_before += tl.where((c < chunk)[:, None], part, 0)
+        total = tl.sum(whole, axis=0)
+        earlier = tl.sum(part_before, axis=0)  # pairs of each expert in the chunks before this one
 
     used = (total + BLOCK_M - 1) // BLOCK_M  # blocks of each expert
     end = tl.cumsum(used, axis=0)
@@ -169,11 +188,15 @@ def _place(
 
     base = first * BLOCK_M + earlier
     start = chunk * CHUNK
+    i = tl.arange(0, SUB)
+    up_to = (i[:, None] >= i[None, :]).to(tl.float16)
     for at in range(start, min(start + CHUNK, pairs), SUB):
         hot = _one_hot(ids, at, pairs, SUB, E)
-        row = tl.sum(hot * (base[None, :] + tl.cumsum(hot, axis=0) - 1), axis=1)
+        before = tl.zeros([SUB, E], tl.float32) + (base - 1).to(tl.float32)[None, :]
+        rows = dot(up_to, hot.to(tl.float16), before)
+        row = tl.sum(tl.where(hot == 1, rows, 0.0), axis=1).to(tl.int32)
         chosen = tl.sum(hot, axis=1) > 0
-        tl.store(order + row, at + tl.arange(0, SUB), mask=chosen)
+        tl.store(order + row, at + i, mask=chosen)
         base += tl.sum(hot, axis=0)
 
 
@@ -221,13 +244,13 @@ COMPILE_CASES = [
             {
                 "BLOCK_M": 64,
                 "CHUNK": _SINGLE if single else _CHUNK,
-                "SUB": min(_SINGLE if single else _CHUNK, max(16, _ONE_HOT // e)),
+                "SUB": _sub_chunk(e),
                 "E": e,
                 "SINGLE": single,
             },
-            num_warps=8,
+            num_warps=_warps(e),
         )
-        for e in (8, 128, 512)
+        for e in (16, 128, 512)
         for single in (True, False)
     ),
     CompileCase(
@@ -235,7 +258,7 @@ COMPILE_CASES = [
         "moe_align.count E=128",
         {"ids": "*i32:16", "counts": "*i32:16", "pairs": "i32"},
         {"CHUNK": _CHUNK, "SUB": 64, "E": 128},
-        num_warps=8,
+        num_warps=_warps(128),
     ),
 ]
 
