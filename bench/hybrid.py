@@ -51,7 +51,8 @@ from ktgraph.timeline import lanes_html
 PREPARED = Path("build/bench-hybrid")
 RESULTS = Path("bench/results/hybrid.jsonl")
 TARGET = "h200+xeon-amx"
-WARM, STEPS = 8, 48
+WARM, STEPS = 8, 48  # of a text that is generated
+BURSTS, SETTLE, BURST = 5, 2, 10  # decode steps between readings of DRAM; two of them to settle
 DRAWN = {
     "drawn": Sampling(temperature=3.0, seed=1),
     "top-k, top-p": Sampling(temperature=3.0, top_k=50, top_p=0.95, seed=1),
@@ -105,7 +106,7 @@ CELLS = {c.name: c for c in _ALL}
 
 
 def options_of(cell: Cell) -> CompileOptions:
-    context = max(cell.prompt, cell.context) + WARM + STEPS + 64
+    context = max(cell.prompt, cell.context) + WARM + BURSTS * (SETTLE + BURST) + 64
     return CompileOptions(
         dtype="bf16", quantize=cell.quantize, context=context, max_batch=1,
         max_tokens=cell.prompt, cache_rows=2 * context, defer=cell.defer,
@@ -244,11 +245,9 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     deferred = cell.defer / plan.module.dims.get("K", 1)
     has_cpu = read.cpu_experts > 0
     reader = Reader(2 << 30) if has_cpu else None
-    before = reader.read(threads) if reader else 0.0
     prefill = prefill_seconds(runner, cell.prompt)
-    decode = decode_seconds(runner, cell.context)
+    bursts = decode_bursts(runner, cell.context, lambda: reader.read(threads, 3) if reader else 0.0)
     generate = {name: generate_seconds(runner, cell.context, how) for name, how in DRAWN.items()}
-    after = reader.read(threads) if reader else 0.0
     if with_profile:
         print(profile(runner, cell.context, cell.prompt), flush=True)
     if timelines:
@@ -259,8 +258,10 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     hot = hot_share(runner, cell.context)
     if hot is not None:
         read = with_share(read, hot["share"])
-    floor = decode_floor(read, layers, max(before, after, 1.0), hbm, deferred)
+    floors = [decode_floor(read, layers, max(b.dram, 1.0), hbm, deferred) for b in bursts]
+    decode = [seconds for b in bursts for seconds in b.steps]
     median = statistics.median(decode)
+    of_floor = [f / statistics.median(b.steps) for f, b in zip(floors, bursts, strict=True)]
     return {
         "cell": cell.name,
         "date": str(date.today()),
@@ -269,13 +270,13 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "decode_tok_s": 1 / median,
         "decode_ms": median * 1e3,
         "decode_best_ms": min(decode) * 1e3,
-        "floor_ms": floor * 1e3,
-        "of_floor": floor / median,
+        "floor_ms": statistics.median(floors) * 1e3,
+        "of_floor": statistics.median(of_floor),
         "generate_ms": {name: seconds * 1e3 for name, seconds in generate.items()},
         "prefill_tokens": cell.prompt,
         "prefill_tok_s": cell.prompt / statistics.median(prefill),
         "prefill_s": prefill,
-        "dram": [before, after],
+        "dram": [b.dram for b in bursts],
         "hbm": hbm,
         "gpu_bytes": torch.cuda.max_memory_allocated(),
         "made_s": made,
@@ -358,23 +359,40 @@ def prefill_seconds(runner: Runner, tokens: int, repeats: int = 4) -> list[float
     return found[1:]
 
 
-def decode_seconds(runner: Runner, context: int) -> list[float]:
+@dataclass(frozen=True)
+class Burst:
+    """Decode steps in a row, in seconds, and the mean of the DRAM readings around them, bytes/s."""
+
+    steps: list[float]
+    dram: float
+
+
+def decode_bursts(runner: Runner, context: int, dram: Callable[[], float]) -> list[Burst]:
+    """The bandwidth of a virtual machine changes within seconds: it is read between bursts."""
     seq = runner.open()
     runner.forward([(seq, _tokens(runner, context))])
-    found: list[float] = []
-    for token in _tokens(runner, WARM + STEPS):
-        start = time.perf_counter()
-        logits = runner.forward([(seq, [token])])
-        found.append(time.perf_counter() - start)
-        _checked(logits)
+    for token in _tokens(runner, WARM):
+        runner.forward([(seq, [token])])
+    found: list[Burst] = []
+    before = dram()
+    for _ in range(BURSTS):
+        steps: list[float] = []
+        for token in _tokens(runner, SETTLE + BURST):
+            start = time.perf_counter()
+            logits = runner.forward([(seq, [token])])
+            steps.append(time.perf_counter() - start)
+            _checked(logits)
+        after = dram()
+        found.append(Burst(steps[SETTLE:], (before + after) / 2))
+        before = after
     runner.close(seq)
-    return found[WARM:]
+    return found
 
 
 def generate_seconds(runner: Runner, context: int, how: Sampling) -> float:
     """Median seconds between two tokens of a text, which the GPU chooses one step ahead.
 
-    Drawn hot, so that tokens and thus experts are as different as those of `decode_seconds`.
+    Drawn hot, so that tokens and thus experts are as different as those of `decode_bursts`.
     """
     limits = Limits(
         runner.max_tokens, runner.max_batch, runner.context, runner.cache_rows, runner.page_size,
@@ -401,7 +419,7 @@ def table() -> str:
         "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in finished().values():
-        dram = ", ".join(f"{x / 1e9:.0f}" for x in r["dram"])
+        dram = f"{min(r['dram']) / 1e9:.0f} to {max(r['dram']) / 1e9:.0f}"
         hot = r.get("hot")
         shown = f"{hot['slots']:.0f}: {hot['share']:.0%}" if hot else "-"
         steps = ", ".join(f"{k} {v:.2f}" for k, v in r.get("generate_ms", {}).items())
