@@ -19,7 +19,7 @@ Floor: 6*T*K*D*F FLOPs; packed bytes of the touched experts.  Budget: tile_words
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -68,8 +68,10 @@ class DecodeConfig:
 _WIDE = 1536  # columns of w2
 DECODE = DecodeConfig()
 DECODE_WIDE = DecodeConfig(down_warps=8)
+DECODE_INT8 = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
 DECODE_BYTES = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
 DECODE_BYTES_WIDE = DecodeConfig(gate_up_kb=128, gate_up_warps=8, down_ahead=False)
+DECODE_BYTES_MANY = replace(DECODE_BYTES_WIDE, down_warps=8)  # two tokens or more
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
@@ -127,21 +129,31 @@ def grouped_mlp_packed(
     assert all(t is None or t.is_contiguous() for t in (ids, weights, b13, b2))
     most = most_pairs(w13.count) if decode_pairs is None else decode_pairs
     if ids.numel() <= most and w13.gate_up:
-        chosen = config or _decode_config(x.dtype, w13, w2.cols)
+        chosen = config or _decode_config(x.shape[0], x.dtype, w13, w2.cols)
         hidden = decode_gate_up(x, ids, w13, b13, act, alpha, limit, chosen)
         decode_down(hidden, ids, weights, w2, b2, out[0], chosen)
     else:
         _prefill(x, ids, weights, w13, w2, b13, b2, out[0], act, alpha, limit, scratch_bytes)
 
 
-def _decode_config(dtype: torch.dtype, w13: PackedWeight, width: int) -> DecodeConfig:
+def _decode_config(tokens: int, dtype: torch.dtype, w13: PackedWeight, width: int) -> DecodeConfig:
     if dtype == torch.float32:
         return DECODE_F32
     if w13.format == "fp8":
         return DECODE_FP8
     if w13.rounds(dtype):
-        return DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES
+        return _bytes_config(tokens, w13.format, width)
+    if w13.format == "int8":
+        return DECODE_INT8
     return DECODE_WIDE if width >= _WIDE else DECODE
+
+
+def _bytes_config(tokens: int, format: str, width: int) -> DecodeConfig:
+    """An int4p step loaded ahead takes too many registers, and pays only where tokens share it."""
+    if tokens > 1:
+        return DECODE_BYTES_MANY
+    config = DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES
+    return replace(config, gate_up_ahead=False) if format == "int4p" else config
 
 
 def decode_gate_up(
@@ -357,6 +369,7 @@ def _gate_up(
         AHEAD,
         BYTES,
         QUADS,
+        False,
     )
     gate, up = gate_and_up(tl.reshape(acc, [1, TILES * 16]), TILES)
     at = (tl.program_id(1) * TILES * 8 + tl.arange(0, TILES * 8))[None, :]
@@ -425,6 +438,7 @@ def _down(
         AHEAD,
         BYTES,
         QUADS,
+        False,
     )
     row = tile * 16 + tl.arange(0, 16)
     valid = tl.reshape(valid, [CHOICES, 1])
@@ -452,21 +466,23 @@ _SHARED = {
 
 
 def _case(
-    kernel: object, format: str, dtype: str, top_k: int, bias: bool, rounds: bool = False
+    kernel: object, format: str, dtype: str, top_k: int, bias: bool, rounds: int = 0
 ) -> CompileCase:
+    """rounds: tokens whose rows are rounded to bytes; 0: none are."""
     is_down = kernel is _down
     choices = triton.next_power_of_2(top_k)
-    config = DECODE_FP8 if format == "fp8" else DECODE_BYTES if rounds else DECODE
+    config = {"fp8": DECODE_FP8, "int8": DECODE_INT8}.get(format, DECODE)
+    config = _bytes_config(rounds, format, _WIDE) if rounds else config
     config = DECODE_F32 if dtype == "fp32" else config
     constants: dict[str, object] = {
         "K": top_k,
         "FORMAT": format,
         "GROUP": GROUPS[format],
         "HAS_BIAS": bias,
-        "KB": config.down_kb(choices, rounds=rounds) if is_down else config.gate_up_kb,
+        "KB": config.down_kb(choices, rounds=rounds > 0) if is_down else config.gate_up_kb,
         "STAGES": config.down_stages if is_down else config.gate_up_stages,
         "AHEAD": config.down_ahead if is_down else config.gate_up_ahead,
-        "BYTES": rounds,
+        "BYTES": rounds > 0,
         "QUADS": not bias,
     }
     if is_down:
@@ -478,7 +494,7 @@ def _case(
     return CompileCase(
         kernel,
         f"grouped_mlp_packed.{'down' if is_down else 'gate_up'} {format} {dtype} K={top_k}"
-        f"{' bytes' if rounds else ''}",
+        f"{f' bytes T={rounds}' if rounds else ''}",
         {n: t for n, t in types.items() if n in _names(kernel) and n not in constants},
         constants,
         config.down_warps if is_down else config.gate_up_warps,
@@ -498,10 +514,10 @@ COMPILE_CASES = [
         for dtype, top_k, bias in (("bf16", 6, False), ("bf16", 8, True), ("fp32", 2, True))
     ),
     *(
-        _case(kernel, format, dtype, top_k, bias, rounds=True)
+        _case(kernel, format, dtype, top_k, bias, tokens)
         for kernel in (_gate_up, _down)
         for format in ("int4", "int4p")
-        for dtype, top_k, bias in (("bf16", 6, False), ("fp16", 8, True))
+        for dtype, top_k, bias, tokens in (("bf16", 6, False, 1), ("fp16", 8, True, 2))
     ),
 ]
 

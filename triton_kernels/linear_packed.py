@@ -6,8 +6,9 @@ The value of a weight is what its bytes mean; x is taken as it is, but in the fi
 weights whose encoding says `rows=int8` (tile_bytes.py).  Three forms by the number of tokens:
 
 1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
-           (tile_rows.py).  Few tiles share their columns among programs, so that
-           the last wave is full; shares are added in their order.  Floor: the packed bytes.
+           (tile_rows.py).  Programs share the columns of few tiles, to fill the
+           GPU; shares are added in their order.  A program's first words are on their way before
+           it waits for x.  Floor: the packed bytes.
 2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
            a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
            a program share K (a batched product, summed at the end), so that a program may own few
@@ -32,7 +33,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
-from ktgraph.triton_kernels.dependent import dependent_launch, enter
+from ktgraph.triton_kernels.dependent import dependent_launch, enter, start_dependents
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
 from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
@@ -53,8 +54,8 @@ from ktgraph.triton_kernels.tile_words import (
 )
 from ktgraph.triton_kernels.unpack import unpack
 
-_PROGRAMS = 264  # that an H200 runs at once
-_SMALL = 32 << 20  # weights: few programs, which then want more warps
+_TILES = 640  # that fill an H200, with a program's columns shared or not
+_SHALLOW = 2048  # columns of a matrix whose programs end before many warps pay
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class TileConfig:
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
-ROW_BYTES = TileConfig(2, 64, 4, 1, ahead=True)
-ROW_BYTES_SMALL = TileConfig(2, 128, 8, 1, ahead=True)  # of fewer weights than _SMALL
+ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
+ROW_SHALLOW = TileConfig(2, 64, 4, 1, ahead=True)  # of int8, and of bytes
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
 ROWS = TileConfig(2, 16, 4, 3)
@@ -101,15 +102,15 @@ def most_direct(dtype: torch.dtype) -> int:
 def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
     if tokens > 1:
         return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
-    if w.rounds(dtype) and not gate_up:
-        return ROW_BYTES_SMALL if w.rows * w.cols < _SMALL else ROW_BYTES
-    return _row_config(w.format, gate_up)
+    if gate_up:
+        return _gate_up_config(w.format)
+    bytes_ = w.rounds(dtype)
+    if (bytes_ or w.format == "int8") and w.cols <= _SHALLOW and w.tiles >= 2 * _TILES:
+        return ROW_SHALLOW
+    return ROW_BYTES if bytes_ else ROW
 
 
-def _row_config(format: str, gate_up: bool) -> TileConfig:
-    """For one token whose row is not rounded, and any gate and up."""
-    if not gate_up:
-        return ROW
+def _gate_up_config(format: str) -> TileConfig:
     return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
 
 
@@ -207,7 +208,7 @@ def product_of_tiles(
     extra: dict[str, Any] = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
     if tokens == 1:
         steps = triton.cdiv(w.blocks, tile.kb)
-        splits = min(tile.splits, steps) or splits_of(programs, steps)
+        splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
         grid, kernel = (programs, splits), _row
         extra = {
             "AHEAD": tile.ahead,
@@ -248,18 +249,12 @@ def product_of_tiles(
     )
 
 
-def splits_of(programs: int, steps: int) -> int:
-    """Programs that share a tile's columns, so that the last wave of programs is nearly full.
+def splits_of(tiles: int, steps: int) -> int:
+    """Programs that share a tile's columns: as many as fill the GPU, with work to overlap in each.
 
-    Each has two steps or more: the first one of a program hides nothing.
+    The next kernel's programs fill what the last wave leaves free.
     """
-    most = max(1, steps // 2)
-    filled = {
-        n: programs * n / (_PROGRAMS * triton.cdiv(programs * n, _PROGRAMS))
-        for n in (1, 2, 4)
-        if n <= most
-    }
-    return max(filled, key=lambda n: (round(filled[n], 1), -n))
+    return max(n for n in (1, 2, 4) if n == 1 or (tiles * n <= _TILES and 2 * steps >= 3 * n))
 
 
 _tallies: dict[tuple[torch.device, int, int], torch.Tensor] = {}
@@ -310,7 +305,7 @@ def _row(
     QUADS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    enter()
+    start_dependents()
     first, split = tl.program_id(0) * TILES, tl.program_id(1)
     tile = first + tl.arange(0, TILES)
     shown = tile[:, None, None]
@@ -336,6 +331,7 @@ def _row(
         AHEAD,
         BYTES,
         QUADS,
+        True,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
     token = tl.arange(0, 1)
@@ -578,7 +574,7 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, _row_config(format, gate_up), 1, gate_up, even)
+        _case(format, dtype, _gate_up_config(format) if gate_up else ROW, 1, gate_up, even)
         for format in FORMATS
         for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
     ),
@@ -587,7 +583,8 @@ COMPILE_CASES = [
         for format in ("int4", "int4p")
         for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
     ),
-    *(_case(f, "bf16", ROW_BYTES_SMALL, 1, False, False, rounds=True) for f in ("int4", "int4p")),
+    *(_case(f, "bf16", ROW_SHALLOW, 1, False, True, rounds=True) for f in ("int4", "int4p")),
+    _case("int8", "bf16", ROW_SHALLOW, 1, False, True),
     *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
     *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
     *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
@@ -599,7 +596,7 @@ __all__ = [
     "ROWS",
     "ROWS_SWEEP",
     "ROW_BYTES",
-    "ROW_BYTES_SMALL",
+    "ROW_SHALLOW",
     "ROW_SWEEP",
     "TileConfig",
     "config_for",

@@ -9,6 +9,7 @@ Rows meet the weights as floats, or as bytes (tile_bytes.py) where the weight's 
 import triton
 import triton.language as tl
 
+from ktgraph.triton_kernels.dependent import wait_for_inputs
 from ktgraph.triton_kernels.dots import INTERPRETED
 from ktgraph.triton_kernels.e4m3 import e4m3, e4m3_factor
 from ktgraph.triton_kernels.tile_bytes import byte_products, column_of
@@ -135,6 +136,7 @@ def tiles_times_rows(
     AHEAD: tl.constexpr,
     BYTES: tl.constexpr,  # x is rounded to bytes: 4-bit weights and 16 bits of x only
     QUADS: tl.constexpr,  # see `in_quads`
+    ENTER: tl.constexpr,  # wait for x here, behind the first step's words
 ):
     """[P, 16] f32: P tiles, each times a row of x; P = TILES.
 
@@ -154,11 +156,15 @@ def tiles_times_rows(
     acc = tl.zeros([TILES, KB // UNIT, 16], dtype=tl.float32)
     words_at = (data + matrix + tile.to(tl.int64) * blocks * 64).to(tl.pointer_type(tl.int32))
     scales = data + matrix + scales_at
+    if ENTER and not AHEAD:
+        wait_for_inputs()
     if AHEAD:
         kb = first + block
         words, more, codes = _step(
             words_at, scales, tile, row, kb, valid, end, groups, FORMAT, SPAN, WHOLE, TILES, BYTES
         )
+        if ENTER:
+            wait_for_inputs()
     for start in tl.range(first, end, KB, num_stages=STAGES):
         kb = start + block
         if AHEAD:
