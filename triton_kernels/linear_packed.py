@@ -33,6 +33,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.counters import counters
 from ktgraph.triton_kernels.dependent import dependent_launch, enter, start_dependents
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
@@ -217,7 +218,7 @@ def product_of_tiles(
             "SPLITS": splits,
             "share": triton.cdiv(steps, splits) * tile.kb,
             "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
-            "counters": _counters(programs, x.device) if splits > 1 else None,
+            "counters": counters(programs, x.device) if splits > 1 else None,
         }
     kernel[grid](
         x,
@@ -255,21 +256,6 @@ def splits_of(tiles: int, steps: int) -> int:
     The next kernel's programs fill what the last wave leaves free.
     """
     return max(n for n in (1, 2, 4) if n == 1 or (tiles * n <= _TILES and 2 * steps >= 3 * n))
-
-
-_tallies: dict[tuple[torch.device, int, int], torch.Tensor] = {}
-
-
-def _counters(programs: int, device: torch.device) -> torch.Tensor:
-    """Zeros for each stream, which every launch leaves at zero; they must outlive a graph."""
-    is_gpu = device.type == "cuda"
-    size = max(1 << 14, triton.next_power_of_2(programs))
-    key = (device, torch.cuda.current_stream().cuda_stream if is_gpu else 0, size)
-    if key not in _tallies:
-        if is_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("linear_packed: run it once on this stream before capturing a graph")
-        _tallies[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _tallies[key]
 
 
 @triton.jit
