@@ -198,14 +198,21 @@ class CudaDevice(GpuDevice):
 
     def capture(self, steps: Sequence[Step]) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with (
-            _no_collection(),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
-            ),
-        ):
-            for step in steps:
-                step()
+        given: Any = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        broken: BaseException | None = None
+        try:
+            with _no_collection(), torch.cuda.graph(graph, stream=self.stream, **given):
+                try:
+                    for step in steps:
+                        step()
+                except BaseException as error:
+                    broken = error
+                    raise
+        except RuntimeError:  # a capture that was broken off cannot be ended either
+            if broken is None:
+                raise
+        if broken is not None:
+            raise broken
         self._pool = graph.pool()
         return graph.replay
 

@@ -90,7 +90,10 @@ class GpuDevice(ABC):
         """uint8[nbytes] of host memory that the GPU reads and writes too."""
 
     def catch_up(self) -> None:
-        """Zeros, weights and what else torch's current stream was given come before later steps."""
+        """Zeros, weights and what else torch's current stream was given come before later steps.
+
+        So does the last work on memory that `empty` gives again.
+        """
 
     @abstractmethod
     def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:

@@ -296,8 +296,8 @@ class BoundPhase:
         may_capture = self.executor.capture and self._is_worth_a_graph
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
-        made.runs += 1
         self.device.run(made.steps if made.graph is None else [made.graph])
+        made.runs += 1  # whole: what is captured must have compiled its kernels and made its zeros
 
     def _finish(self, mark: Any = None) -> None:
         """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
@@ -346,9 +346,9 @@ class BoundPhase:
         given = [self._value(o, bound, batches) for o in item.operands[:count]]
         results = [self._value(o, bound, batches) for o in item.operands[count:]]
         if item.kernel == POST:
-            return self.device.post(given, results, self._box(item))
+            return self._named(item, self.device.post(given, results, self._box(item)))
         if item.kernel == AWAIT and item.step in self.parts.box_of:
-            return self.device.receive(given, results, self._box(item))
+            return self._named(item, self.device.receive(given, results, self._box(item)))
         if item.kernel in CROSSINGS.values():
             return _together([self.device.copy(s, t) for s, t in zip(given, results, strict=True)])
         return self._named(item, self.device.kernel(self._kernel_call(item, bound, given, results)))
@@ -426,6 +426,7 @@ class BoundPhase:
             else:
                 for kept, new in zip(target.parts, value.parts, strict=True):
                     kept.copy_(new)
+        self.device.catch_up()  # a result that is not dense is written by a kernel of torch
 
     def _host_value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
         if isinstance(ref, WeightUse):
