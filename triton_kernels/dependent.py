@@ -28,20 +28,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ktgraph.triton_kernels.dots import INTERPRETED
 
+FUSED = {"enable_fp_fusion": True}  # a product and a sum are one instruction, rounded once
 LEAST_CAPABILITY = (9, 0)
 _LEAST_CUDA = (12, 3)  # captures such launches into graphs
 
 
 @cache
 def dependent_launch() -> dict[str, bool]:
-    """What every launch passes on; empty where the GPU cannot do it."""
+    """What every launch passes on: `FUSED`, and that it is dependent where the GPU can do it.
+
+    Triton fuses unasked up to 3.9.  Kernels of few rows count on it for half of their speed, those
+    that must round as their reference does turn it off behind this.
+    """
     if INTERPRETED or not torch.cuda.is_available() or torch.version.cuda is None:
-        return {}
+        return FUSED
     major, minor = torch.version.cuda.split(".")[:2]
     can = torch.cuda.get_device_capability() >= LEAST_CAPABILITY
     wanted = os.environ.get("KTGRAPH_DEPENDENT_LAUNCH", "1") != "0"
     captures = (int(major), int(minor)) >= _LEAST_CUDA
-    return {"launch_pdl": True} if can and captures and wanted else {}
+    return FUSED | {"launch_pdl": can and captures and wanted}
 
 
 if INTERPRETED:
@@ -80,6 +85,7 @@ def enter():
 
 
 __all__ = [
+    "FUSED",
     "LEAST_CAPABILITY",
     "dependent_launch",
     "enter",

@@ -71,9 +71,8 @@ def sample_tokens(
     words = 0 if seen is None else seen.shape[1]
     read = (logits, how, seen, last, logits.stride(0), vocabulary, words)
     fixed = {
-        "BLOCK": _BLOCK, "FILTER": most == "filter", "num_warps": _WARPS,
+        "BLOCK": _BLOCK, "FILTER": most == "filter", "num_warps": _WARPS, **dependent_launch(),
         "enable_fp_fusion": False,  # as the reference rounds
-        **dependent_launch(),
     }  # fmt: skip
     wide = {"WIDTH": max(16, triton.next_power_of_2(blocks))}
     _best[(blocks, rows)](*read, best, count, **fixed)
