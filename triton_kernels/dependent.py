@@ -37,8 +37,8 @@ _LEAST_CUDA = (12, 3)  # captures such launches into graphs
 def dependent_launch() -> dict[str, bool]:
     """What every launch passes on: `FUSED`, and that it is dependent where the GPU can do it.
 
-    Triton fuses unasked up to 3.9.  Kernels of few rows count on it for half of their speed, those
-    that must round as their reference does turn it off behind this.
+    Triton fuses unasked up to 3.9.  Budgets here count a product and its sum as one instruction;
+    kernels that must round as their reference does turn it off behind this.
     """
     if INTERPRETED or not torch.cuda.is_available() or torch.version.cuda is None:
         return FUSED

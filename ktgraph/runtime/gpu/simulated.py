@@ -53,6 +53,9 @@ class SimulatedDevice(GpuDevice):
         aligned = torch.full((nbytes + 64,), _POISON, dtype=torch.uint8)
         return aligned[-aligned.data_ptr() % 64 :][:nbytes]
 
+    def catch_up(self) -> None:
+        """torch has no stream here: what it writes is there at once."""
+
     def kernel(self, call: KernelCall) -> Step:
         def step() -> None:
             given = [_operand(o) for o in call.operands]
