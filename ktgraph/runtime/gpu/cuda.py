@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -229,6 +229,13 @@ class CudaDevice(GpuDevice):
         if not done:
             time.sleep(0)  # lets another thread have this CPU
         return done
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        """Copies too that no step waits for, since the one that would have never came."""
+        with suppress(RuntimeError):
+            self._gather()
+            self._end.record(self.stream)
+        super().drain(look, patience)
 
 
 def packed_weight(packed: torch.Tensor, use: WeightUse) -> PackedWeight:

@@ -269,6 +269,7 @@ class GpuExecutor:
         """Wait until every change of slots is done."""
         if not self.residency.changes:
             return
+        self._make_ready()
         self.residency.settle()
         if not self.device.finish(lambda: None, phases.PATIENCE):
             raise ExecutionError("copies of hot experts did not end in time")

@@ -289,7 +289,29 @@ def test_a_capture_that_breaks_off_says_why(
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *given, **more: Broken())
-    device = CudaDevice.__new__(CudaDevice)
-    device.stream = device._pool = None  # type: ignore[assignment]  # pyright: ignore
+    device: Any = CudaDevice.__new__(CudaDevice)
+    device.stream = device._pool = None
     with pytest.raises(error):
         device.capture([fails])
+
+
+def test_copies_that_nothing_waits_for_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stopped between a copy's start and its reader: its memory must not go yet."""
+    order: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: str) -> None:
+            order.append(f"main waits for {other}")
+
+    class End:
+        def record(self, stream: object) -> None:
+            order.append("end")
+
+        def query(self) -> bool:
+            order.append("asked")
+            return True
+
+    device: Any = CudaDevice.__new__(CudaDevice)
+    device.stream, device.side, device.copies, device._end = Stream(), "side", "copies", End()
+    device.drain(lambda: None, 1.0)
+    assert order == ["main waits for side", "main waits for copies", "end", "asked"]

@@ -228,6 +228,9 @@ def test_experts_keep_their_slots_and_the_table_is_right(new_device: NewDevice) 
     executor: Any = runner.executor
     table = executor.weights.tensors[executor.residency.layers[1].table.key]
     assert table.tolist() == [-1, -1, 2, -1, -1, 0]
+    runner.set_residency(1, [5])  # nothing is copied, and yet there is a table to wait for
+    runner.settle_residency()
+    assert table.tolist() == [-1] * 5 + [0]
     runner.set_residency(1, [])
     assert runner.residency == {1: []}
     runner.forward([(runner.open(), [3])])
