@@ -9,7 +9,8 @@ way see what an ordinary kernel sees:
 - every program waits once, before it reads or writes what another kernel touches (`enter`, or
   `start_dependents` ... `wait_for_inputs`);
 - no program returns before it has waited: the end of a kernel says that all kernels ahead ended;
-- before the wait only weights are read, whose writers ended before the last one that waited.
+- before the wait only weights are read, which no kernel writes.  Those that are streamed or moved
+  into slots are written by copies, and a kernel behind a copy starts when that has ended.
 
 Fetching weights into L2 before the wait took bandwidth from the kernel ahead: steps of DeepSeek-V2
 236B on an H200 became 10 % slower.  Elsewhere, and in the interpreter, all of these are nothing.

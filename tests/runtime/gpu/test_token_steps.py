@@ -358,6 +358,26 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     is_empty(runner)
 
 
+def test_an_interrupt_while_tokens_are_read(runner: Runner) -> None:
+    """The step counts as lost, and may be dropped."""
+    from ktgraph.ops.sample import settings
+
+    class Interrupts:
+        def tolist(self) -> list[int]:
+            raise KeyboardInterrupt
+
+    seq = runner.open()
+    started = runner.start([(seq, [1, 2, 3])], settings(0.0, 0, 1.0, 0.0, 0)[None])
+    started.flight.where = Interrupts()  # type: ignore[assignment]  # pyright: ignore
+    with pytest.raises(KeyboardInterrupt):
+        runner.tokens(started)
+    runner.drop(started)
+    assert runner.length(seq) == 0
+    runner.forward([(seq, [1, 2, 3])])
+    runner.close(seq)
+    is_empty(runner)
+
+
 def test_a_request_longer_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls but the last are run at once; tokens come in the order of the requests."""
     from ktgraph.ops.sample import settings
