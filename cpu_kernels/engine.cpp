@@ -195,21 +195,32 @@ void Engine::worker(int tid) {
   }
 }
 
-void Engine::wait_barrier() {
+uint32_t Engine::arrive() {
   const uint32_t phase = phase_.value();
   if (broken_) throw Aborted{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads_)) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.raise();
-    return;
   }
-  phase_.wait_past(phase, spin_ns_);
+  return phase;
+}
+
+void Engine::await(uint32_t ticket) {
+  phase_.wait_past(ticket, spin_ns_);
   if (broken_) throw Aborted{};
 }
 
-void barrier(const Ctx& ctx) {
-  if (ctx.threads > 1) ctx.engine->wait_barrier();
+uint32_t arrive(const Ctx& ctx) { return ctx.threads > 1 ? ctx.engine->arrive() : 0; }
+
+bool opened(const Ctx& ctx, uint32_t ticket) {
+  return ctx.threads == 1 || ctx.engine->opened(ticket);
 }
+
+void await(const Ctx& ctx, uint32_t ticket) {
+  if (ctx.threads > 1) ctx.engine->await(ticket);
+}
+
+void barrier(const Ctx& ctx) { await(ctx, arrive(ctx)); }
 
 long next_unit(const Ctx& ctx, int phase, long node) {
   return __atomic_fetch_add(ctx.counters + phase * 16 + node, 1u, __ATOMIC_RELAXED);

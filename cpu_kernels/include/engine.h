@@ -33,7 +33,10 @@ class Engine {
   // them. The caller holds mutex().
   void run(Body body, void* arg);
 
-  void wait_barrier();
+  // A barrier of all threads, in two steps.
+  uint32_t arrive();
+  bool opened(uint32_t ticket) const { return phase_.value() != ticket; }
+  void await(uint32_t ticket);
   void set_error(const std::string& message);
 
   int threads() const { return threads_; }

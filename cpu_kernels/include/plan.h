@@ -79,6 +79,10 @@ struct Ctx {
 
 // Defined in engine.cpp, not inline: see formats.h.
 void barrier(const Ctx& ctx);  // throws when another thread failed
+// The same in two steps. In between a thread may do what needs no other one, until it is `opened`.
+uint32_t arrive(const Ctx& ctx);
+bool opened(const Ctx& ctx, uint32_t ticket);
+void await(const Ctx& ctx, uint32_t ticket);
 // 0, 1, 2 ... of a phase's units on a memory node, each number to one thread. See kernels/units.h.
 long next_unit(const Ctx& ctx, int phase, long node = 0);
 void reset_units(const Ctx& ctx, int phase);  // by one thread, between barriers

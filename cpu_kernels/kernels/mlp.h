@@ -19,6 +19,7 @@ constexpr long kPartsBytes = 128l << 20;      // most bytes of kept output parts
 constexpr long kColumnPairs = 512;            // up to here down goes by columns
 constexpr long kBlockPairs = kActBlock / 16;  // gate and up tile pairs of an inner block
 constexpr long kDownTiles = 32;               // output tiles of a unit that keeps its parts
+constexpr long kAheadLines = 1024;            // of weights, asked for at a barrier: 64 KB
 
 static Mlp mlp_of(const Instr& in, bool routed, int threads) {
   Mlp m{};
@@ -169,7 +170,19 @@ KTG_IN long inner_width(const Mlp& m, long block) {
   return lmin(kActBlock, m.inner - block * kActBlock);
 }
 
+// A barrier behind which every thread reads `lines` lines of weights: they are on their way while it
+// waits for the others, so that memory does not idle at the end of a phase.
+template <class Line>
+static void barrier_ahead(const Ctx& ctx, long lines, const Line& line) {
+  const uint32_t ticket = arrive(ctx);
+  lines = lmin(lines, kAheadLines);
+  for (long i = 0; i < lines && !opened(ctx, ticket);)
+    for (const long end = lmin(i + 8, lines); i < end; ++i) _mm_prefetch(line(i), _MM_HINT_T1);
+  await(ctx, ticket);
+}
+
 static void gate_up_coarse(const Ctx& ctx, const MlpRun& r) {
+  barrier(ctx);  // all rows are staged
   UnitWalk walk{ctx, 0, r.p, ceil_div(r.m.inner, kActBlock)};
   for (long p0, rows, block; walk.next(&p0, &rows, &block);) {
     const long first = block * kBlockPairs * 2, end = lmin(first + kBlockPairs * 2, r.m.w13->tiles);
@@ -185,7 +198,12 @@ static void gate_up_fine(const Ctx& ctx, const MlpRun& r) {
   const long groups = ceil_div(r.m.w13->tiles, kUnitTiles), blocks = ceil_div(r.m.inner, kActBlock);
   const long pitch = r.s.wide_pitch;
   NearUnits units{ctx, 0, groups, *r.p.active};
-  for (long group, a; units.next(&group, &a);) {
+  long group = 0, a = 0;
+  bool more = units.next(&group, &a);
+  const Tiles t = tiles_of(*r.m.w13, more ? r.p.expert[a] : 0, group * kUnitTiles, kUnitTiles);
+  barrier_ahead(ctx, more ? kUnitTiles * t.w->tile_bytes / 64 : 0,
+                [&](long i) { return tile_data(t, 0) + 64 * i; });
+  for (; more; more = units.next(&group, &a)) {
     const long tile = group * kUnitTiles;
     const long tiles = lmin(kUnitTiles, r.m.w13->tiles - tile);
     const long first = r.p.first[a], end = r.p.first[a + 1], column = tile / 2 * 16;
@@ -243,7 +261,14 @@ static void down_by_columns(const Ctx& ctx, const MlpRun& r) {
   const long quads = ceil_div(m.w2->tiles, kUnitTiles);
   const long span = quads >= 8 * ctx.threads ? kUnitTiles : quads >= 2 * ctx.threads ? 2 : 1;
   NearUnits units{ctx, 1, ceil_div(m.w2->tiles, span), 1};
-  for (long u, one; units.next(&u, &one);) {
+  long u = 0, one = 0;
+  bool more = units.next(&u, &one);
+  const long lines = span * m.w2->tile_bytes / 64;  // of each expert
+  barrier_ahead(ctx, more ? *r.p.active * lines : 0, [&](long i) {
+    const Tiles t = tiles_of(*m.w2, r.p.expert[i / lines], u * span, span);
+    return tile_data(t, 0) + i % lines * 64;
+  });
+  for (; more; more = units.next(&u, &one)) {
     const long tile = u * span, tiles = lmin(span, m.w2->tiles - tile);
     const long n = lmin(tiles * 16, m.w2->rows - tile * 16);
     for (long a = 0; a < *r.p.active; ++a) {
@@ -283,7 +308,7 @@ static void down_by_expert(const Ctx& ctx, const MlpRun& r) {
   const long span = r.s.parts_pitch / 16;
   for (long tile0 = 0, pass = 0; tile0 < r.m.w2->tiles; tile0 += span, ++pass) {
     const long tile1 = lmin(tile0 + span, r.m.w2->tiles);
-    if (pass > 0) barrier(ctx);  // the parts before are merged
+    barrier(ctx);  // inner rows are there, the parts before are merged
     down_parts(ctx, r, tile0, tile1, 1 + pass % 2);
     barrier(ctx);
     if (ctx.tid == 0)  // nobody takes from it before the next barrier
@@ -307,9 +332,7 @@ static void run_slice(const Ctx& ctx, MlpRun& r, bool first) {
   const long blocks = row_blocks(r.x);
   const Range range = my_range(ctx, r.tokens * blocks);
   for (long i = range.begin; i < range.end; ++i) stage_token_block(r, i / blocks, i % blocks);
-  barrier(ctx);
   m.coarse ? gate_up_coarse(ctx, r) : gate_up_fine(ctx, r);
-  barrier(ctx);
   m.by_columns ? down_by_columns(ctx, r) : down_by_expert(ctx, r);
 }
 
