@@ -152,7 +152,9 @@ def _checkpoint_folder(path: Path) -> Path:
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")
     if not (path / "config.json").is_file():
-        raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
+        gguf = ", ".join(f.name for f in sorted(path.iterdir()) if is_gguf(f))
+        found = f", but {gguf}: give the file's own path" if gguf else ""
+        raise UnsupportedInputError(f"{path}: no config.json in this folder{found}; {SUPPORTED}")
     return path
 
 
@@ -257,7 +259,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnsupportedInputError(f"{path}: not valid JSON: {error}") from None
+        raise UnsupportedInputError(
+            f"{path}: not valid JSON: {error}. Correct it, or download this file again"
+        ) from None
     if isinstance(found, dict):
         return cast("dict[str, Any]", found)
     raise UnsupportedInputError(f"{path}: expected a JSON object, found {type(found).__name__}")
