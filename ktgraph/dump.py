@@ -157,7 +157,8 @@ class DumpFolder:
     @contextmanager
     def _opened(self, name: str, mode: str) -> Generator[IO[str]]:
         try:
-            with open(self.path / name, mode) as file:
+            # the command's arguments may hold bytes that are no UTF-8
+            with open(self.path / name, mode, encoding="utf-8", errors="backslashreplace") as file:
                 yield file
         except OSError as error:
             raise _cannot(self.path, error) from error

@@ -12,7 +12,7 @@ from torch import nn
 
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.packed_folder import plan_in
-from ktgraph.tokenizer import Tokenizer
+from ktgraph.tokenizer import Tokenizer, is_unicode
 from ktgraph.weights.sources import ModelSource, WeightSource
 
 if TYPE_CHECKING:
@@ -151,6 +151,11 @@ def _checkpoint_folder(path: Path) -> Path:
         )
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")
+    if not is_unicode(str(path)):
+        raise UnsupportedInputError(
+            f"{str(path)!r}: the name is not UTF-8, and safetensors opens no such path; give the "
+            "folder another name, or a link to it that has one"
+        )
     if not (path / "config.json").is_file():
         gguf = ", ".join(f.name for f in sorted(path.iterdir()) if is_gguf(f))
         found = f", but {gguf}: give the file's own path" if gguf else ""

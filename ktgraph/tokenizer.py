@@ -53,7 +53,7 @@ class Tokenizer:
         flags add_bos_token and add_eos_token of tokenizer_config.json do (DeepSeek-V2).
         Raises UnsupportedInputError for bytes that are no UTF-8, as a shell may hand them on.
         """
-        if not _is_unicode(text):
+        if not is_unicode(text):
             raise UnsupportedInputError(f"text {text[:60]!r}: it is not UTF-8; give it in UTF-8")
         ids = list(self.backend.encode(text, add_special_tokens=special).ids)
         if not special:
@@ -130,7 +130,7 @@ class TextPieces:
         return self._tokenizer.decode(self._ids)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether a text has no halves of surrogate pairs, which stand for bytes that are no UTF-8."""
     try:
         text.encode()

@@ -141,6 +141,7 @@ def test_names_and_texts_that_are_no_utf8(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("The sea")) == "The sea"
     assert "it is not UTF-8" in shown(lambda: tokenizer.encode(os.fsdecode(b"sea \xff")))
+    assert "the name is not UTF-8" in shown(lambda: kt.trace(folder))
     (folder / "tokenizer.json").write_text("{")
     assert "not a tokenizer file" in shown(lambda: Tokenizer.from_folder(folder))
 
