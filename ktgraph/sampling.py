@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from ktgraph.errors import UnsupportedInputError, is_whole
-from ktgraph.ops.sample import POSITION, choose, mark, penalized, seen_words, settings
+from ktgraph.ops.sample import MOST_TOKENS, POSITION, choose, mark, penalized, seen_words, settings
 from ktgraph.runtime.window_pages import Ints
 
 
@@ -61,6 +61,12 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, vocabulary: int, prompt: Sequence[int]) -> None:
         self.sampling = sampling
+        if not sampling.is_greedy and vocabulary > MOST_TOKENS:
+            raise UnsupportedInputError(
+                f"temperature={sampling.temperature!r}: tokens are drawn from vocabularies of up "
+                f"to {MOST_TOKENS}, and this one has {vocabulary}. Use temperature=0, or draw from "
+                "`logits` in a way of your own"
+            )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._settings = settings(
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed, len(prompt),

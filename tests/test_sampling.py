@@ -217,3 +217,13 @@ def test_settings_out_of_range(settings: dict[str, float], message: str) -> None
     with pytest.raises(UnsupportedInputError) as error:
         Sampling(**settings)  # pyright: ignore[reportArgumentType]
     assert str(error.value) == message
+
+
+def test_a_vocabulary_that_is_too_large_to_draw_from() -> None:
+    """Weights of 2^43 are summed in 64 bits."""
+    large = sample.MOST_TOKENS + 1
+    for sampling in (Sampling(), Sampling(repetition_penalty=1.5)):
+        assert Sampler(sampling, large, [1]).choose(torch.arange(large).float()) == large - 1
+    Sampler(Sampling(temperature=1.0), sample.MOST_TOKENS, [1])
+    with pytest.raises(UnsupportedInputError, match="up to 524288, and this one has 524289"):
+        Sampler(Sampling(temperature=1.0), large, [1])

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktgraph.triton_kernels.dependent import LEAST_CAPABILITY
+from ktgraph.triton_kernels.dependent import FUSED, LEAST_CAPABILITY
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}  # bytes
@@ -79,6 +79,7 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
+        **FUSED,
         "launch_pdl": capability >= 10 * LEAST_CAPABILITY[0],
     }
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -9,7 +9,8 @@ way see what an ordinary kernel sees:
 - every program waits once, before it reads or writes what another kernel touches (`enter`, or
   `start_dependents` ... `wait_for_inputs`);
 - no program returns before it has waited: the end of a kernel says that all kernels ahead ended;
-- before the wait only weights are read, whose writers ended before the last one that waited.
+- before the wait only weights are read, which no kernel writes.  Those that are streamed or moved
+  into slots are written by copies, and a kernel behind a copy starts when that has ended.
 
 Fetching weights into L2 before the wait took bandwidth from the kernel ahead: steps of DeepSeek-V2
 236B on an H200 became 10 % slower.  Elsewhere, and in the interpreter, all of these are nothing.
@@ -28,20 +29,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ktgraph.triton_kernels.dots import INTERPRETED
 
+FUSED = {"enable_fp_fusion": True}  # a product and a sum are one instruction, rounded once
 LEAST_CAPABILITY = (9, 0)
 _LEAST_CUDA = (12, 3)  # captures such launches into graphs
 
 
 @cache
 def dependent_launch() -> dict[str, bool]:
-    """What every launch passes on; empty where the GPU cannot do it."""
+    """What every launch passes on: `FUSED`, and that it is dependent where the GPU can do it.
+
+    Triton fuses unasked up to 3.9.  Budgets here count a product and its sum as one instruction;
+    kernels that must round as their reference does turn it off behind this.
+    """
     if INTERPRETED or not torch.cuda.is_available() or torch.version.cuda is None:
-        return {}
+        return FUSED
     major, minor = torch.version.cuda.split(".")[:2]
     can = torch.cuda.get_device_capability() >= LEAST_CAPABILITY
     wanted = os.environ.get("KTGRAPH_DEPENDENT_LAUNCH", "1") != "0"
     captures = (int(major), int(minor)) >= _LEAST_CUDA
-    return {"launch_pdl": True} if can and captures and wanted else {}
+    return FUSED | {"launch_pdl": can and captures and wanted}
 
 
 if INTERPRETED:
@@ -80,6 +86,7 @@ def enter():
 
 
 __all__ = [
+    "FUSED",
     "LEAST_CAPABILITY",
     "dependent_launch",
     "enter",

@@ -33,6 +33,7 @@ import triton.language as tl
 
 from ktgraph.triton_kernels.activations import gated
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.counters import counters
 from ktgraph.triton_kernels.dependent import dependent_launch, enter, start_dependents
 from ktgraph.triton_kernels.dots import dot
 from ktgraph.triton_kernels.packed import FORMATS, GROUPS, PackedWeight, packed_weights
@@ -79,8 +80,14 @@ class TileConfig:
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
 ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_SHALLOW = TileConfig(2, 64, 4, 1, ahead=True)  # of int8, and of bytes
-ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
-ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
+_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
+ROW_GATE_UP = {  # of up to _TILES, and of more
+    "int4": (ROW_BYTES, ROW_BYTES),
+    "int4p": (ROW_BYTES, ROW_BYTES),
+    "int8": (TileConfig(2, 64, 4, 1, ahead=True, splits=4), TileConfig(2, 64, 8, 1, splits=1)),
+    "fp8": (_FP8, _FP8),
+    "bytes": (ROW_BYTES, ROW_SHALLOW),
+}
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
@@ -102,16 +109,12 @@ def most_direct(dtype: torch.dtype) -> int:
 def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
     if tokens > 1:
         return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
-    if gate_up:
-        return _gate_up_config(w.format)
     bytes_ = w.rounds(dtype)
+    if gate_up:
+        return ROW_GATE_UP["bytes" if bytes_ else w.format][w.tiles > _TILES]
     if (bytes_ or w.format == "int8") and w.cols <= _SHALLOW and w.tiles >= 2 * _TILES:
         return ROW_SHALLOW
     return ROW_BYTES if bytes_ else ROW
-
-
-def _gate_up_config(format: str) -> TileConfig:
-    return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
 
 
 @cuda_kernel(
@@ -217,7 +220,7 @@ def product_of_tiles(
             "SPLITS": splits,
             "share": triton.cdiv(steps, splits) * tile.kb,
             "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
-            "counters": _counters(programs, x.device) if splits > 1 else None,
+            "counters": counters(programs, x.device) if splits > 1 else None,
         }
     kernel[grid](
         x,
@@ -255,21 +258,6 @@ def splits_of(tiles: int, steps: int) -> int:
     The next kernel's programs fill what the last wave leaves free.
     """
     return max(n for n in (1, 2, 4) if n == 1 or (tiles * n <= _TILES and 2 * steps >= 3 * n))
-
-
-_tallies: dict[tuple[torch.device, int, int], torch.Tensor] = {}
-
-
-def _counters(programs: int, device: torch.device) -> torch.Tensor:
-    """Zeros for each stream, which every launch leaves at zero; they must outlive a graph."""
-    is_gpu = device.type == "cuda"
-    size = max(1 << 14, triton.next_power_of_2(programs))
-    key = (device, torch.cuda.current_stream().cuda_stream if is_gpu else 0, size)
-    if key not in _tallies:
-        if is_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("linear_packed: run it once on this stream before capturing a graph")
-        _tallies[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _tallies[key]
 
 
 @triton.jit
@@ -574,16 +562,26 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, _gate_up_config(format) if gate_up else ROW, 1, gate_up, even)
+        _case(format, dtype, ROW, 1, False, even)
         for format in FORMATS
-        for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
+        for dtype, even in (("bf16", True), ("fp32", False))
     ),
     *(
-        _case(format, dtype, ROW_GATE_UP if gate_up else ROW_BYTES, 1, gate_up, even, rounds=True)
-        for format in ("int4", "int4p")
-        for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
+        _case(format, "bf16", config, 1, True, even)
+        for format in FORMATS
+        for even, config in enumerate(ROW_GATE_UP[format])
     ),
-    *(_case(f, "bf16", ROW_SHALLOW, 1, False, True, rounds=True) for f in ("int4", "int4p")),
+    *(
+        _case(format, dtype, config, 1, gate_up, even, rounds=True)
+        for format in ("int4", "int4p")
+        for dtype, config, gate_up, even in (
+            ("bf16", ROW_BYTES, False, True),
+            ("fp16", ROW_BYTES, False, False),
+            ("bf16", ROW_SHALLOW, False, True),
+            ("bf16", ROW_GATE_UP["bytes"][0], True, False),
+            ("bf16", ROW_GATE_UP["bytes"][1], True, True),
+        )
+    ),
     _case("int8", "bf16", ROW_SHALLOW, 1, False, True),
     *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
     *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),

@@ -78,7 +78,11 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
     assert ids.dtype == torch.int32
     assert ids.is_contiguous()
     pairs, blocks = ids.numel(), max_blocks(ids.numel(), experts, block_m)
-    assert blocks * block_m < _MOST_ROWS
+    if blocks * block_m >= _MOST_ROWS:
+        raise ValueError(
+            f"{pairs} choices of experts in one call, and less than {_MOST_ROWS} are sorted at "
+            "once: compile with a smaller max_tokens"
+        )
 
     def made(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=ids.device)

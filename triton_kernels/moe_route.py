@@ -30,6 +30,7 @@ import triton.language as tl
 from ktgraph.ir.graph import Module, Op
 from ktgraph.ops.registry import Refusal, no
 from ktgraph.triton_kernels.compile import CompileCase
+from ktgraph.triton_kernels.counters import counters
 from ktgraph.triton_kernels.dependent import (
     dependent_launch,
     enter,
@@ -309,22 +310,6 @@ def _choose_rows(
 
 
 # -- launcher -------------------------------------------------------------------------------------
-_counters: dict[torch.device, torch.Tensor] = {}
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """The zero that programs of `_route_few` count up from; every launch leaves it at zero.
-
-    One a device: calls on one device must follow each other (one stream).  It must exist before a
-    graph is captured, as it would live in the graph's memory otherwise.
-    """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("moe.route: call it once on this device before capturing a graph")
-        _counters[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[device]
-
-
 def _columns(experts: int, groups: int) -> dict[str, int]:
     return {
         "GROUPS": triton.next_power_of_2(groups),
@@ -412,7 +397,7 @@ def route(
             ids,
             weights,
             logits,
-            _counter(x.device),
+            counters(1, x.device),
             tokens,
             cols,
             *sizes,

@@ -22,7 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ktgraph.ir.graph import Module, Op
+from ktgraph.ir.types import TensorType
 from ktgraph.ops import sample
+from ktgraph.ops.registry import Refusal, no
 from ktgraph.triton_kernels.compile import CompileCase
 from ktgraph.triton_kernels.dependent import dependent_launch, enter
 from ktgraph.triton_kernels.registry import cuda_kernel
@@ -44,7 +47,16 @@ _COLUMNS = tl.constexpr(sample.COLUMNS)
 _NEVER = tl.constexpr(-(1 << 63))  # ranks below every token
 
 
-@cuda_kernel("sample.tokens", name="triton.sample_tokens", nmse=0.0)
+def _supports(op: Op, module: Module) -> bool | Refusal:
+    logits = op.value(0).type
+    assert isinstance(logits, TensorType)
+    vocabulary = logits.dims[-1].at(module.dims)
+    if vocabulary <= sample.MOST_TOKENS:
+        return True
+    return no(f"a vocabulary of {vocabulary}: it has {sample.MOST_TOKENS} at most", op)
+
+
+@cuda_kernel("sample.tokens", name="triton.sample_tokens", nmse=0.0, supports=_supports)
 def sample_tokens(
     logits: torch.Tensor,
     how: torch.Tensor,
@@ -71,9 +83,8 @@ def sample_tokens(
     words = 0 if seen is None else seen.shape[1]
     read = (logits, how, seen, last, logits.stride(0), vocabulary, words)
     fixed = {
-        "BLOCK": _BLOCK, "FILTER": most == "filter", "num_warps": _WARPS,
+        "BLOCK": _BLOCK, "FILTER": most == "filter", "num_warps": _WARPS, **dependent_launch(),
         "enable_fp_fusion": False,  # as the reference rounds
-        **dependent_launch(),
     }  # fmt: skip
     wide = {"WIDTH": max(16, triton.next_power_of_2(blocks))}
     _best[(blocks, rows)](*read, best, count, **fixed)

@@ -35,7 +35,7 @@ FINE = 24  # bits of a distance below one halving
 HALVINGS = 44  # from here on a token weighs nothing
 FARTHEST = HALVINGS << FINE
 WEIGHT_BITS = 43  # of the largest weight
-MOST_TOKENS = 1 << 19  # of a vocabulary: their weights sum to less than 2^63
+MOST_TOKENS = 1 << 19  # of a vocabulary that is drawn from: their weights sum to less than 2^63
 
 # 2^31 * 2^-f = c[0] - f (c[1] - f (c[2] - ...)), f in [0, 1): within 7 of the true value, and
 # never rising with f
@@ -223,6 +223,7 @@ __all__ = [
     "COLUMNS",
     "FARTHEST",
     "FINE",
+    "MOST_TOKENS",
     "POSITION",
     "choose",
     "distances",

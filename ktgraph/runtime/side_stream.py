@@ -39,6 +39,8 @@ def _sides(flat: FlatFunction, layouts: Layouts, home: str) -> Iterator[Side]:
     for number, step in enumerate(flat.ops):
         if step.op.name != _BESIDE or _device(step, home) != home:
             continue
+        if any(s.name in layouts.streamed for s in step.slots):
+            continue  # the main stream waits for their copy, and says when it may be written over
         after = max((made.get(r, -1) for r in _roots(step, layouts, inputs=True)), default=-1)
         (result,) = _roots(step, layouts, inputs=False)
         before = min((n for n in read.get(result, []) if n > number), default=number)

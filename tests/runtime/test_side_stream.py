@@ -38,6 +38,16 @@ def test_a_shared_expert_runs_beside_the_routed_ones() -> None:
         assert side.after < side.step < side.before
 
 
+def test_streamed_weights_are_read_on_the_main_stream() -> None:
+    """That is what waits for their copy, and what the next copy waits for."""
+    module = _module("cuda:0")
+    flat = flatten(module, module.functions["decode"])
+    layouts = Layouts(flat)
+    (side, *_) = side_steps(flat, layouts, "cuda:0")
+    layouts.streamed |= {slot.name for slot in flat.ops[side.step].slots}
+    assert side.step not in [s.step for s in side_steps(flat, layouts, "cuda:0")]
+
+
 def test_what_lives_in_the_span_shares_no_bytes_with_the_side_op() -> None:
     """Between fork and join every storage in use has bytes of its own."""
     module = _module("cuda:0")

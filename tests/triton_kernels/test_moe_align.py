@@ -31,6 +31,12 @@ def test_worst_case_fits_the_bound(device: torch.device) -> None:
     _check(counts.to(torch.int32).reshape(-1, 4), 8, 16, device)
 
 
+def test_more_choices_than_float32_counts() -> None:
+    ids = torch.empty(1 << 23, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=r"16777216 choices .*compile with a smaller max_tokens"):
+        align(ids, 8, 16)
+
+
 def _check(ids: torch.Tensor, experts: int, block_m: int, device: torch.device) -> None:
     made = align(ids.to(device), experts, block_m)
     assert made.blocks == max_blocks(ids.numel(), experts, block_m)

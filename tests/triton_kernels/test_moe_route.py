@@ -7,6 +7,7 @@ import torch
 
 from ktgraph.ops import op_def
 from ktgraph.triton_kernels import moe_route
+from ktgraph.triton_kernels.counters import counters
 from ktgraph.triton_kernels.registry import launcher
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
 
@@ -137,7 +138,32 @@ def test_the_counter_is_left_at_zero(device: torch.device) -> None:
     x, gate = _inputs(3, 64, 16, torch.float32, device)
     for _ in range(3):
         _check(x, gate, None, None)
-        assert int(moe_route._counter(x.device)) == 0
+        assert not counters(1, x.device).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_two_streams_at_once(device: torch.device) -> None:
+    """Two models on one GPU: neither counts the programs of the other."""
+    x, gate = _inputs(4, 7168, 256, torch.bfloat16, device)
+    attrs = PLAIN | dict(top_k=8)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [
+        [
+            tuple(poisoned(4, 8, dtype=d, device=x.device) for d in (torch.int32, torch.float32))
+            for _ in range(200)
+        ]
+        for _ in streams
+    ]
+    torch.cuda.synchronize()
+    for pair in zip(*outs, strict=True):
+        for stream, out in zip(streams, pair, strict=True):
+            with torch.cuda.stream(stream):
+                ROUTE(x, gate, None, None, out=out, **attrs)
+    torch.cuda.synchronize()
+    (first, _) = outs[0][0]
+    assert (first < 256).all()
+    for ids, _ in (out for one in outs for out in one):
+        assert torch.equal(ids, first)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -147,10 +173,13 @@ def test_many_replays_of_a_graph_agree(tokens: int, device: torch.device) -> Non
     x, gate = _inputs(tokens, 7168, 256, torch.bfloat16, device)
     out = tuple(poisoned(tokens, 8, dtype=d, device=x.device) for d in (torch.int32, torch.float32))
     attrs = PLAIN | dict(top_k=8)
-    ROUTE(x, gate, None, None, out=out, **attrs)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        ROUTE(x, gate, None, None, out=out, **attrs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         ROUTE(x, gate, None, None, out=out, **attrs)
     for _ in range(50):
         x.copy_(torch.randn(x.shape))

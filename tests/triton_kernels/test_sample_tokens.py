@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from ktgraph.ir.parser import parse_module
 from ktgraph.ops import sample
+from ktgraph.ops.registry import kernels_for
 from ktgraph.triton_kernels import sample_tokens as _file  # noqa: F401  (registers)
 from ktgraph.triton_kernels.registry import launcher
 from tests.triton_kernels.close import poisoned, strided
@@ -26,6 +28,27 @@ FILTERS = [
     {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
     {"temperature": 3.0, "top_k": 10_000, "top_p": 0.99},
 ]
+
+
+VOCABULARY = """ktgraph.ir 1
+module @m home cpu
+dim VOC = SIZE
+sym O in 1..8
+
+func @f(%logits: f32[O, VOC], %how: i32[O, 8]) -> (i32[O]) {
+  %y = sample.tokens %logits, %how : i32[O]
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(("size", "taken"), [(1 << 19, True), ((1 << 19) + 1, False)])
+def test_takes_as_many_words_as_can_be_summed(size: int, taken: bool) -> None:
+    module = parse_module(VOCABULARY.replace("SIZE", str(size)))
+    (kernel,) = kernels_for("sample.tokens", "cuda")[:1]
+    answer = kernel.supports(next(iter(module.walk())), module)
+    assert bool(answer) is taken
+    assert taken or "a vocabulary of 524289: it has 524288 at most" in str(answer)
 
 
 def rows(kinds: list[dict[str, float]], seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -198,14 +198,21 @@ class CudaDevice(GpuDevice):
 
     def capture(self, steps: Sequence[Step]) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with (
-            _no_collection(),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
-            ),
-        ):
-            for step in steps:
-                step()
+        given: Any = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        broken: BaseException | None = None
+        try:
+            with _no_collection(), torch.cuda.graph(graph, stream=self.stream, **given):
+                try:
+                    for step in steps:
+                        step()
+                except BaseException as error:
+                    broken = error
+                    raise
+        except RuntimeError:  # a capture that was broken off cannot be ended either
+            if broken is None:
+                raise
+        if broken is not None:
+            raise broken
         self._pool = graph.pool()
         return graph.replay
 
@@ -222,6 +229,13 @@ class CudaDevice(GpuDevice):
         if not done:
             time.sleep(0)  # lets another thread have this CPU
         return done
+
+    def drain(self, look: Callable[[], object], patience: float) -> None:
+        """Copies too that no step waits for, since the one that would have never came."""
+        with suppress(RuntimeError):
+            self._gather()
+            self._end.record(self.stream)
+        super().drain(look, patience)
 
 
 def packed_weight(packed: torch.Tensor, use: WeightUse) -> PackedWeight:

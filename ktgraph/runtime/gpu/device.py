@@ -89,8 +89,12 @@ class GpuDevice(ABC):
     def host(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of host memory that the GPU reads and writes too."""
 
+    @abstractmethod
     def catch_up(self) -> None:
-        """Zeros, weights and what else torch's current stream was given come before later steps."""
+        """Zeros, weights and what else torch's current stream was given come before later steps.
+
+        So does the last work on memory that `empty` gives again.
+        """
 
     @abstractmethod
     def weight(self, packed: torch.Tensor, use: WeightUse) -> Any:

@@ -157,17 +157,31 @@ class GpuExecutor:
     @contextmanager
     def _guarded(self) -> Generator[None]:
         """After any failure inside, Ctrl-C too, the executor is as new; what runs is lost."""
-        if self._is_closed:
-            raise ExecutionError("this executor was closed: load the plan again")
-        if self._is_under_way:  # an interrupt during recovery, as by a second Ctrl-C
-            self._recover()
+        self._make_ready()
         self._is_under_way = True
         try:
             yield
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            try:
+                self._recover()
+            except RuntimeError as lasting:  # of a GPU that is lost to this process
+                raise error from lasting
             raise
         self._is_under_way = False
+
+    def _make_ready(self) -> None:
+        """In front of whatever uses the GPU; raises ExecutionError where that is over."""
+        if self._is_closed:
+            raise ExecutionError("this executor was closed: load the plan again")
+        if not self._is_under_way:
+            return
+        try:  # an interrupt during recovery, as by a second Ctrl-C
+            self._recover()
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"the GPU did not recover from an earlier failure ({error}): what runs on it needs "
+                "a new process"
+            ) from error
 
     # -- steps that choose tokens -----------------------------------------------------------------
     def can_overlap(self, phase: str) -> bool:
@@ -245,17 +259,17 @@ class GpuExecutor:
         Their bytes are copied behind the first.  Raises UnsupportedInputError for experts that are
         not there, given twice or too many.
         """
-        if self._is_closed:
-            raise ExecutionError("this executor was closed: load the plan again")
-        if self._is_under_way:
-            self._recover()
+        self._make_ready()
+        self.residency.check(layer, experts)
         self.settle()
-        self.residency.change(layer, experts)
+        with self._guarded():
+            self.residency.change(layer, experts)
 
     def settle_residency(self) -> None:
         """Wait until every change of slots is done."""
         if not self.residency.changes:
             return
+        self._make_ready()
         self.residency.settle()
         if not self.device.finish(lambda: None, phases.PATIENCE):
             raise ExecutionError("copies of hot experts did not end in time")
@@ -273,7 +287,9 @@ class GpuExecutor:
         ]
         if on and away:
             raise ExecutionError(f"a router on the host is not counted beside a GPU:\n  {away[0]}")
-        self.settle()
+        if not self._is_closed:
+            self._make_ready()  # what runs still may write to the counts of before
+            self.settle()
         self.counts = RouterCounts(self.plan, self.device.torch_device) if on else None
         for phase in self._phases.values():
             phase.forget_steps()
@@ -285,11 +301,17 @@ class GpuExecutor:
         try:
             if not self._is_closed:
                 with suppress(ExecutionError):  # of a step whose tokens nobody waits for
+                    self._make_ready()  # a stream that waits for the CPU would wait forever
                     self.settle()
                 self.settle_residency()  # memory must not be given back below a copy
         finally:
             self._is_closed = True
             self.mailboxes.close()
+
+    def __del__(self) -> None:
+        """Threads and streams let go of the memory before it is given back, in whatever order."""
+        with suppress(Exception):  # of one that was never whole, or at the end of the process
+            self.close()
 
     def _recover(self) -> None:
         """After a failure: nothing is under way any more, and the mailboxes are as new."""

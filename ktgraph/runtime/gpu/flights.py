@@ -53,9 +53,9 @@ class Flights:
 
     def landed(self, flight: Flight) -> None:
         """The GPU has passed the flight's end."""
-        self.under_way.remove(flight)
-        flight.tokens = flight.where.tolist()  # pyright: ignore[reportUnknownMemberType]
         flight.seconds = self.device.seconds(flight.begin, flight.end)
+        flight.tokens = flight.where.tolist()  # pyright: ignore[reportUnknownMemberType]
+        self.under_way.remove(flight)  # last: until then an interrupt counts it among the lost
 
     def lose_all(self) -> None:
         """After a failure: nothing that was started gives tokens any more."""

@@ -1,9 +1,10 @@
 """A static check of a phase on a GPU: what touches the same bytes happens in an order.
 
-The main lane is the GPU's stream with the host's parts in it, for which the stream is empty; a lane
-for each mailbox runs from its post to whoever waits for its answer; a lane of copies fills the
-buffers of streamed weights.  Two accesses to overlapping bytes, at the largest sizes, of which one
-writes must be connected by a path.  The check knows nothing of how the arena was planned.
+The main lane is the GPU's stream with the host's parts in it, for which the stream is empty; the
+side stream runs from a fork to a join; a lane for each mailbox runs from its post to whoever waits
+for its answer; a lane of copies fills the buffers of streamed weights.  Two accesses to overlapping
+bytes, at the largest sizes, of which one writes must be connected by a path.  The check knows
+nothing of how the arena was planned.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ktgraph.runtime.gpu.streaming import BUFFERS, readers, streamed
 from ktgraph.runtime.kernels_gpu import STREAM_WEIGHTS
 from ktgraph.runtime.operands import Instruction
 from ktgraph.runtime.plan import PhasePlan, op_line
+from ktgraph.runtime.side_stream import side_steps
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,12 @@ class _Ordering:
         self.copies = streamed(phase)
         self.readers = [readers(phase, i) for i in self.copies]
         self.copied: dict[int, int] = {}  # number of a copy -> what it comes behind
+        sides = side_steps(phase.flat, phase.layouts, self.home)
+        sides = [s for s in sides if any(part.holds(s) for part in parts.order)]
+        self.aside = {s.step: s.after for s in sides}
+        self.joins = {s.before: s.step for s in sides}
+        self.forks: dict[int, int] = {s.after: 0 for s in sides}  # what each comes behind
+        self.ended: dict[int, int] = {}  # side op -> what is done once it has ended
         self.buffer = {
             r.name: n % BUFFERS for n, i in enumerate(self.copies) for r in phase.step(i).results
         }
@@ -105,7 +113,15 @@ class _Ordering:
         is_post = number is not None and number not in self.boxes
         if number is not None and not is_post:
             self._wait(number, item)
+        if item.step in self.aside:
+            after = self.forks[self.aside[item.step]]
+            self.ended[item.step] = self.lanes.add(self._line(item), self._accesses(item), after)
+            return
+        if item.step in self.joins:
+            self.lanes.main |= self.ended[self.joins[item.step]]
         self.lanes.main = self.lanes.add(self._line(item), self._accesses(item), self.lanes.main)
+        if item.step in self.forks:
+            self.forks[item.step] = self.lanes.main
         if number is not None and is_post:
             self.boxes[number] = self.lanes.main
         self._restart_copies(item)

@@ -17,6 +17,7 @@ from ktgraph.runtime.flat import Slot
 from ktgraph.runtime.kernels_gpu import CROSSINGS
 from ktgraph.runtime.operands import Instruction
 from ktgraph.runtime.plan import PhasePlan, batch_windows, op_line
+from ktgraph.runtime.side_stream import Side
 
 Kind = Literal["gpu", "native", "python"]
 
@@ -35,6 +36,10 @@ class Part:
     kind: Kind
     items: list[Instruction] = field(default_factory=list[Instruction])
     awaits: list[int] = field(default_factory=list[int])
+
+    def holds(self, side: Side) -> bool:
+        """Whether all that a side op is behind, itself, and in front of is here: it goes aside."""
+        return {side.after, side.step, side.before} <= {i.step for i in self.items}
 
 
 @dataclass

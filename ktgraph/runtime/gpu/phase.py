@@ -20,6 +20,7 @@ import torch
 from ktgraph.ir.interp import evaluate_attr
 from ktgraph.ir.types import TensorType
 from ktgraph.ops.registry import kernels_for, op_def
+from ktgraph.ops.sample import MOST_TOKENS
 from ktgraph.runtime.cache import InPlaceState
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.executor import TraceEvent
@@ -30,9 +31,9 @@ from ktgraph.runtime.gpu.streaming import WeightStream
 from ktgraph.runtime.gpu.watch import Watch
 from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
 from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
-from ktgraph.runtime.plan import PhasePlan, batch_windows, kernel_of, op_line
+from ktgraph.runtime.plan import PhasePlan, batch_windows, kernel_of, op_line, takes_batch
 from ktgraph.runtime.router_counts import is_route
-from ktgraph.runtime.side_stream import Side, side_steps
+from ktgraph.runtime.side_stream import side_steps
 from ktgraph.runtime.steps import StepArrays
 
 if TYPE_CHECKING:
@@ -121,10 +122,14 @@ class BoundPhase:
 
     @property
     def samples(self) -> bool:
-        """Whether the GPU can choose tokens at the end of a call: it has the logits."""
+        """Whether the GPU can choose tokens at the end of a call: it has logits to draw from."""
+        if not takes_batch(self.phase):
+            return False
         home = self.executor.plan.home
         (logits, *_) = self._results
-        return self.parts.order[-1].kind == "gpu" and logits.view.root.type.device in (None, home)
+        is_here = logits.view.root.type.device in (None, home)
+        vocabulary = logits.view.dims[-1].at(self.executor.plan.module.dims)
+        return is_here and self.parts.order[-1].kind == "gpu" and vocabulary <= MOST_TOKENS
 
     # -- one call ---------------------------------------------------------------------------------
     def start(self, step: StepArrays, uploads: list[Step], most: str, has_seen: bool) -> None:
@@ -238,7 +243,7 @@ class BoundPhase:
             return made
         if part is self.parts.order[0]:
             made.add([*self.executor.uploads(self.phase, sizes), *self._stream.begin()])
-        forks = {side: Fork() for side in self._sides if self._is_whole(side, part)}
+        forks = {side: Fork() for side in self._sides if part.holds(side)}
         begins = {s.after: f for s, f in forks.items()}
         asides = {s.step: f for s, f in forks.items()}
         ends = {s.before: f for s, f in forks.items()}
@@ -286,18 +291,13 @@ class BoundPhase:
         bound = {"T": sizes.tokens, "O": sizes.rows}
         return [counts.adder(step, self.executor.tensor(self.phase, ref, bound))]
 
-    def _is_whole(self, side: Side, part: Part) -> bool:
-        """Whether fork, work and join are all in the part."""
-        places = {i.step for i in part.items}
-        return {side.after, side.step, side.before} <= places
-
     def _start(self, made: Made, part: Part) -> None:
         """Run a part's steps; from the second call of a size on, as one graph where that pays."""
         may_capture = self.executor.capture and self._is_worth_a_graph
         if made.graph is None and may_capture and made.runs > 0:
             made.graph = self.device.capture(made.steps)
-        made.runs += 1
         self.device.run(made.steps if made.graph is None else [made.graph])
+        made.runs += 1  # whole: what is captured must have compiled its kernels and made its zeros
 
     def _finish(self, mark: Any = None) -> None:
         """Wait for the GPU; a failure of the CPU's work, or a GPU that hangs, is one error."""
@@ -346,9 +346,9 @@ class BoundPhase:
         given = [self._value(o, bound, batches) for o in item.operands[:count]]
         results = [self._value(o, bound, batches) for o in item.operands[count:]]
         if item.kernel == POST:
-            return self.device.post(given, results, self._box(item))
+            return self._named(item, self.device.post(given, results, self._box(item)))
         if item.kernel == AWAIT and item.step in self.parts.box_of:
-            return self.device.receive(given, results, self._box(item))
+            return self._named(item, self.device.receive(given, results, self._box(item)))
         if item.kernel in CROSSINGS.values():
             return _together([self.device.copy(s, t) for s, t in zip(given, results, strict=True)])
         return self._named(item, self.device.kernel(self._kernel_call(item, bound, given, results)))
@@ -426,6 +426,7 @@ class BoundPhase:
             else:
                 for kept, new in zip(target.parts, value.parts, strict=True):
                     kept.copy_(new)
+        self.device.catch_up()  # a result that is not dense is written by a kernel of torch
 
     def _host_value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
         if isinstance(ref, WeightUse):

@@ -73,6 +73,7 @@ class Residency:
         """Make slots and copy the experts there; slots of none stay as the memory was."""
         for stack in stacks:
             self.weights.tensors[stack.slots.key] = _room(self.device, stack.slots)
+            self.device.catch_up()  # with who had that memory before
             for slot, expert in enumerate(experts):
                 if expert >= 0:  # one at a time: dense ones are unpacked for it
                     self.device.run([self.device.copy(*self._pair(stack, expert, slot))])
@@ -86,9 +87,9 @@ class Residency:
     def change(self, number: int, experts: Sequence[int]) -> None:
         """Begin to give a layer's slots to these experts; those that have one keep it.
 
-        Between two calls.  Raises UnsupportedInputError.
+        Between two calls, as `check` allows.  A failure inside loses nothing: `restart` goes on.
         """
-        layer = self._checked(number, experts)
+        layer = self.layers[number]
         before, wanted = self._planned[number], list(dict.fromkeys(experts))
         then = [e if e in wanted else -1 for e in before]
         moves: list[tuple[int, int]] = []
@@ -97,16 +98,12 @@ class Residency:
             then[slot] = expert
             moves.append((expert, slot))
         meanwhile = [e if e == old else -1 for e, old in zip(then, before, strict=True)]
-        if moves:
-            self.check_movable([number])
         self._end([c for c in self.changes if c.layer is layer])
-        if moves:
-            change = Change(layer, meanwhile, then, self._copies(layer, moves))
-            self.device.run(self._beginning(change))
-            self.changes.append(change)
-        else:
-            self.device.run([self._write(layer, then)])
+        # In this order, whatever interrupts it: a slot is never said to hold what it does not.
+        self._planned[number] = meanwhile
+        self.changes.append(Change(layer, meanwhile, then, self._copies(layer, moves)))
         self._planned[number] = then
+        self.device.run(self._beginning(self.changes[-1]))
 
     def check_movable(self, numbers: Iterable[int]) -> None:
         """Raise UnsupportedInputError where experts of a layer cannot be copied into its slots."""
@@ -186,7 +183,8 @@ class Residency:
                     return ResidentStack(layer, slots, use.type.dims[0].const())
         return None
 
-    def _checked(self, number: int, experts: Sequence[int]) -> HotLayer:
+    def check(self, number: int, experts: Sequence[int]) -> None:
+        """Raise UnsupportedInputError where a layer's slots cannot be given to these experts."""
         if number not in self.layers:
             known = ", ".join(map(str, self.layers)) or "none"
             raise UnsupportedInputError(
@@ -206,7 +204,8 @@ class Residency:
             raise UnsupportedInputError(
                 f"layer {number}: {len(experts)} experts for {len(layer.experts)} slots"
             )
-        return layer
+        if not set(experts) <= set(self._planned[number]):
+            self.check_movable([number])
 
 
 @dataclass(frozen=True)

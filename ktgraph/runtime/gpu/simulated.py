@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -51,6 +52,9 @@ class SimulatedDevice(GpuDevice):
     def host(self, nbytes: int) -> torch.Tensor:
         aligned = torch.full((nbytes + 64,), _POISON, dtype=torch.uint8)
         return aligned[-aligned.data_ptr() % 64 :][:nbytes]
+
+    def catch_up(self) -> None:
+        """torch has no stream here: what it writes is there at once."""
 
     def kernel(self, call: KernelCall) -> Step:
         def step() -> None:
@@ -182,8 +186,13 @@ class SimulatedDevice(GpuDevice):
         return True
 
     def drain(self, look: Callable[[], object], patience: float) -> None:
+        """What is left is done, as a GPU would: later calls may build on it."""
+        end = time.perf_counter() + patience
+        while self._queue and time.perf_counter() < end:
+            with suppress(Exception):  # of a step; the others go on
+                while not self.is_done() and time.perf_counter() < end:
+                    look()
         self._queue.clear()
-        self._copies.clear()
 
 
 def _noting(step: Step, spans: list[Span]) -> Step:

@@ -7,6 +7,7 @@ import torch
 from hybrid_models import (
     DEFERRED,
     EXPERTS,
+    HOT_EXPERTS,
     OPTIONS,
     bind,
     follow,
@@ -46,6 +47,24 @@ def test_a_busy_stream_of_torch(experts: str) -> None:
     follow(warm, [9, 3], [2])
     torch.cuda._sleep(int(4e8))  # pyright: ignore[reportPrivateUsage]
     pair = make_hybrid("gqa", experts, device=device)
+    assert max(follow(pair, [9, 3], [2])) <= LIMIT
+
+
+class Busy(CudaDevice):
+    """Its memory was torch's, who still writes to it."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        memory = super().empty(nbytes)
+        torch.cuda._sleep(int(1e7))  # pyright: ignore[reportPrivateUsage]
+        memory.fill_(0xFF)  # NaN
+        del memory
+        return super().empty(nbytes)
+
+
+@pytest.mark.parametrize("experts", [*EXPERTS, *HOT_EXPERTS])
+def test_memory_that_torch_still_writes(experts: str) -> None:
+    rules = {**EXPERTS, **HOT_EXPERTS}[experts]
+    pair = make_hybrid("gqa", rules, device=Busy())
     assert max(follow(pair, [9, 3], [2])) <= LIMIT
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from lowered_models import prompts
 from ktgraph.cpu_kernels import load_native
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.gpu import phase as phase_module
+from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import KernelCall, Step
 from ktgraph.runtime.gpu.simulated import SimulatedDevice
 
@@ -154,3 +157,161 @@ def test_a_failed_reply_lets_the_stream_go_on() -> None:
     word = torch.zeros(1, dtype=torch.int32)
     word.fill_(load_native().REPLY_FAILED + 1)
     assert int(word) >= 1
+
+
+class Interrupted(SimulatedDevice):
+    """Ctrl-C comes while the steps of a run are launched, so that the last ones never are."""
+
+    armed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captures = 0
+
+    def run(self, steps: Sequence[Step]) -> None:
+        if self.armed and len(steps) > 2:
+            self.armed = False
+            super().run(steps[: len(steps) // 2])
+            raise KeyboardInterrupt
+        super().run(steps)
+
+    def capture(self, steps: Sequence[Step]) -> Step:
+        self.captures += 1
+        return super().capture(steps)
+
+
+def test_a_first_run_that_was_broken_off_is_no_first_run() -> None:
+    """A capture compiles nothing, and makes no zeros: one whole run comes before."""
+    device = Interrupted()
+    pair = make_hybrid("mla", "cpu", device=device)
+    seq = pair.open()
+    assert pair.forward([(seq, [1, 2])]) <= LIMIT
+    device.armed = True
+    fails_once(pair, [seq], KeyboardInterrupt)
+    assert pair.forward([(seq, [6])]) <= LIMIT
+    assert device.captures == 0
+    assert pair.forward([(seq, [6])]) <= LIMIT
+    assert device.captures == 1
+    pair.executor.close()
+
+
+def test_a_gpu_that_is_lost(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed is told, not that recovery failed too; later calls say what is left to do."""
+
+    def lost(*given: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def interrupted(*given: object) -> bool:
+        raise ExecutionError("the first failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hybrid.executor.device, "finish", interrupted)
+        patch.setattr(hybrid.executor.mailboxes, "reset", lost)
+        fails_once(hybrid, started, ExecutionError, "the first failure")
+        fails_once(hybrid, started, ExecutionError, "did not recover .*illegal memory.*new process")
+        hybrid.executor.close()
+
+
+@pytest.mark.parametrize("how", ["close", "count_experts"])
+def test_what_follows_an_interrupted_recovery_recovers_first(
+    hybrid: Hybrid, started: list[int], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Without the threads that answer, a stream that still waits would wait forever."""
+
+    def interrupted(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    executor, order = hybrid.executor, list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.device, "finish", interrupted)
+        patch.setattr(executor.device, "drain", interrupted)
+        fails_once(hybrid, started, KeyboardInterrupt)
+    drain, close = executor.device.drain, executor.mailboxes.close
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.device, "drain", lambda *g: (order.append("drain"), drain(*g)))
+        patch.setattr(executor.mailboxes, "close", lambda: (order.append("close"), close()))
+        if how == "close":
+            executor.close()
+        else:
+            executor.count_experts(True)
+    assert order == (["drain", "close"] if how == "close" else ["drain"])
+
+
+def test_threads_end_before_the_memory_that_they_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an executor that is dropped without a close."""
+    from ktgraph.runtime.gpu.mailboxes import Mailboxes
+
+    close, found = Mailboxes.close, list[int]()
+
+    def closing(self: Mailboxes) -> None:
+        found.append(len(self.boxes))  # they are there still
+        close(self)
+
+    pair = make_hybrid("mla", "cpu")
+    pair.forward([(pair.open(), [1, 2])])
+    monkeypatch.setattr(Mailboxes, "close", closing)
+    del pair
+    gc.collect()
+    assert found
+    assert all(found)
+
+
+def test_what_was_under_way_ends_as_on_a_gpu() -> None:
+    """A failure drops no steps of before: later calls build on them."""
+    device, done = SimulatedDevice(), list[int]()
+
+    def fails() -> None:
+        raise ValueError("a kernel failed")
+
+    device.run([lambda: done.append(1), fails, lambda: done.append(2)])
+    device.drain(lambda: None, 1.0)
+    assert done == [1, 2]
+    device.run([lambda: False])  # an answer that never comes
+    device.drain(lambda: None, 0.01)
+    assert device.is_done()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutionError])
+def test_a_capture_that_breaks_off_says_why(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that a capture with a stream that was never joined cannot be ended."""
+
+    class Broken(nullcontext[None]):
+        def __exit__(self, *given: object) -> None:
+            if given[0] is not None:
+                raise RuntimeError("capture has unjoined work")
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **more: Broken())
+    device: Any = CudaDevice.__new__(CudaDevice)
+    device.stream = device._pool = None
+    with pytest.raises(error):
+        device.capture([fails])
+
+
+def test_copies_that_nothing_waits_for_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stopped between a copy's start and its reader: its memory must not go yet."""
+    order: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: str) -> None:
+            order.append(f"main waits for {other}")
+
+    class End:
+        def record(self, stream: object) -> None:
+            order.append("end")
+
+        def query(self) -> bool:
+            order.append("asked")
+            return True
+
+    device: Any = CudaDevice.__new__(CudaDevice)
+    device.stream, device.side, device.copies, device._end = Stream(), "side", "copies", End()
+    device.drain(lambda: None, 1.0)
+    assert order == ["main waits for side", "main waits for copies", "end", "asked"]

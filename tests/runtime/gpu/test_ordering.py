@@ -113,6 +113,18 @@ def test_answers_have_their_bytes_from_the_post_on(monkeypatch: pytest.MonkeyPat
     assert any("%l1.routed.cuda0 = xfer.await" in f and "%l1.routed2 = moe" in f for f in found)
 
 
+def test_what_runs_beside_the_main_stream_has_bytes_of_its_own() -> None:
+    """The routed experts read their ids before the shared one writes there, but in the text."""
+    text = str(plan_of("mla", "resident").module)
+    start = text.index("func @decode")
+    offset = re.search(r'"l1\.ids:(\d+):', text[start:])
+    assert offset is not None
+    planted = re.sub(r'"l1\.shared:\d+:', f'"l1.shared:{offset[1]}:', text[start:])
+    assert planted != text[start:]
+    found = faults_of(Plan.build(parse_module(text[:start] + planted)))
+    assert any("= moe.grouped_mlp" in f and "= nn.swiglu" in f for f in found)
+
+
 @pytest.mark.parametrize("make", [both_at_once, first_answer_behind_the_second_post])
 def test_crossing_answers_are_right(make: Any) -> None:
     pair = make_hybrid(make(), "cpu", pipeline=PLANNED)

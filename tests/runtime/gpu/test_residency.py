@@ -228,6 +228,9 @@ def test_experts_keep_their_slots_and_the_table_is_right(new_device: NewDevice) 
     executor: Any = runner.executor
     table = executor.weights.tensors[executor.residency.layers[1].table.key]
     assert table.tolist() == [-1, -1, 2, -1, -1, 0]
+    runner.set_residency(1, [5])  # nothing is copied, and yet there is a table to wait for
+    runner.settle_residency()
+    assert table.tolist() == [-1] * 5 + [0]
     runner.set_residency(1, [])
     assert runner.residency == {1: []}
     runner.forward([(runner.open(), [3])])
@@ -361,6 +364,44 @@ def test_a_failed_call_loses_no_change(
     for token in (1, 2):
         assert pair.forward([(seq, [token])]) <= LIMIT
     assert table.tolist() == [-1, -1, 2, -1, 1, 0]
+    pair.executor.close()
+
+
+def test_an_interrupted_change_is_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C behind the launch of its copies: the slots no longer hold the experts of before."""
+    pair, seq, _ = changing(SimulatedDevice)
+    device = pair.executor.device
+    run = device.run
+
+    def interrupted(steps: Sequence[Step]) -> None:
+        monkeypatch.setattr(device, "run", run)
+        run(steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.executor.set_residency(1, [5, 4, 3])
+    pair.executor.set_residency(1, [0, 1, 2])
+    for token in (1, 2, 3):
+        assert pair.forward([(seq, [token])]) <= LIMIT
+    assert sorted(pair.runner.residency[1]) == [0, 1, 2]
+    pair.executor.close()
+
+
+def test_a_failure_right_behind_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change before it, whose copies had not been waited for, is not lost."""
+    pair, seq, _ = changing(SimulatedDevice)
+
+    def failing(self: BoundPhase, *given: object) -> None:
+        raise ExecutionError("as if an op had failed")
+
+    pair.executor.set_residency(1, [5, 1, 2])
+    pair.executor.set_residency(1, [5, 4, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(BoundPhase, "run", failing)
+        with pytest.raises(ExecutionError, match="as if"):
+            pair.runner.forward([(seq, [1])])
+    assert pair.forward([(seq, [*range(20)])], "all") <= LIMIT
     pair.executor.close()
 
 

@@ -14,6 +14,7 @@ from ktgraph.errors import UnsupportedInputError
 from ktgraph.generate import Decoder, Endings, Generation, Limits
 from ktgraph.runtime.cache import CacheFullError
 from ktgraph.runtime.errors import ExecutionError
+from ktgraph.runtime.gpu import phase as phase_module
 from ktgraph.runtime.gpu.cuda import CudaDevice
 from ktgraph.runtime.gpu.device import GpuDevice, KernelCall, Step
 from ktgraph.runtime.gpu.executor import GpuExecutor
@@ -116,6 +117,16 @@ def test_tokens_are_those_of_the_host(
     assert not logits
     assert len(ahead) > 8
     assert len({tuple(ids) for ids in want}) == len(TEXTS)
+
+
+def test_a_vocabulary_too_large_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host chooses, from logits."""
+    monkeypatch.setattr(phase_module, "MOST_TOKENS", 60)
+    made = make("mla", "resident")
+    assert made.vocabulary == 61
+    assert not made.samples
+    assert generated(made).ids == generated(made, on_host=True).ids
+    made.executor.close()
 
 
 def test_alone_or_in_a_batch(runner: Runner, want: list[list[int]]) -> None:
@@ -344,6 +355,26 @@ def test_what_a_step_under_way_forbids(runner: Runner) -> None:
     assert int(runner.forward([(seq, [1, 2, 3])]).argmax()) == token
     runner.close(seq)
     runner.close(other)
+    is_empty(runner)
+
+
+def test_an_interrupt_while_tokens_are_read(runner: Runner) -> None:
+    """The step counts as lost, and may be dropped."""
+    from ktgraph.ops.sample import settings
+
+    class Interrupts:
+        def tolist(self) -> list[int]:
+            raise KeyboardInterrupt
+
+    seq = runner.open()
+    started = runner.start([(seq, [1, 2, 3])], settings(0.0, 0, 1.0, 0.0, 0)[None])
+    started.flight.where = Interrupts()  # type: ignore[assignment]  # pyright: ignore
+    with pytest.raises(KeyboardInterrupt):
+        runner.tokens(started)
+    runner.drop(started)
+    assert runner.length(seq) == 0
+    runner.forward([(seq, [1, 2, 3])])
+    runner.close(seq)
     is_empty(runner)
 
 
