@@ -70,8 +70,18 @@ class DoctorReport:
             found.append("this CPU lacks avx2, which the native kernels need: no fast CPU path")
         if "amx_tile" in self.cpu.flags and not self.cpu.tiles_allowed:
             found.append("the CPU has AMX, but the kernel hands out no tiles (Linux >= 5.16 does)")
-        found += [f"kernel {c.name} differs: {c.detail}" for c in self.checks if not c.ok]
-        return tuple(found)
+        return (*found, *self._wrong_kernels())
+
+    def _wrong_kernels(self) -> list[str]:
+        """A line for each cause: what is wrong with all of them (KTGRAPH_ISA) is said once."""
+        by_cause: dict[str, list[str]] = {}
+        for check in self.checks:
+            if not check.ok:
+                by_cause.setdefault(check.detail, []).append(check.name)
+        return [
+            f"kernel {names[0]}{_and_more(len(names) - 1)} differs: {cause}"
+            for cause, names in by_cause.items()
+        ]
 
     @property
     def ok(self) -> bool:
@@ -242,6 +252,10 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count} more)" if count else ""
 
 
 def _cache_texts(cpu: CpuInfo) -> list[str]:

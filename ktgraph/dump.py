@@ -15,10 +15,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ktgraph.errors import KtgraphError
 from ktgraph.ir.graph import Module
@@ -106,14 +107,14 @@ class DumpFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the folder and flush it."""
-        with open(self.path / name, "w") as file:
+        with self._opened(name, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
 
     def event(self, kind: str, **values: object) -> None:
         """Append a line to events.jsonl."""
-        with open(self.path / "events.jsonl", "a") as file:
+        with self._opened("events.jsonl", "a") as file:
             file.write(json.dumps({"event": kind, **values}) + "\n")
 
     def add(self, record: PassRecord, before: str, applied: Sequence[str]) -> None:
@@ -153,11 +154,20 @@ class DumpFolder:
         self.event("end")
         self._write_readme()
 
+    @contextmanager
+    def _opened(self, name: str, mode: str) -> Generator[IO[str]]:
+        try:
+            # the command's arguments may hold bytes that are no UTF-8
+            with open(self.path / name, mode, encoding="utf-8", errors="backslashreplace") as file:
+                yield file
+        except OSError as error:
+            raise _cannot(self.path, error) from error
+
     def _append_rules(self, record: PassRecord) -> None:
         lines = [f"# {record.number} {record.step}"]
         lines += [f"note: {note}" for note in record.notes]
         lines += [event_text(e) for e in record.events]
-        with open(self.path / "rules.txt", "a") as file:
+        with self._opened("rules.txt", "a") as file:
             file.write("\n".join(lines) + "\n")
 
     def _write_readme(self) -> None:
@@ -221,7 +231,11 @@ def _next_folder(root: Path, model: str) -> Path:
                 return path.resolve()
             number += 1
     except OSError as error:
-        raise DumpError(f"cannot dump into {root}: {error.strerror or error}") from error
+        raise _cannot(root, error) from error
+
+
+def _cannot(folder: Path, error: OSError) -> DumpError:
+    return DumpError(f"cannot dump into {folder}: {error.strerror or error}; give another folder")
 
 
 def _made(path: Path) -> bool:

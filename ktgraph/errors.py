@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from numbers import Integral
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def is_whole(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral)
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether a file could not be written for want of room: the disk's, or a limit's."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def user_message(error: BaseException) -> str | None:
     """The text to show for an error instead of a traceback, None for a fault in ktgraph itself.
 
@@ -47,6 +53,8 @@ def user_message(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or type(error).__name__}"
+    if is_full(error):  # written to a file that is open knows no name
+        return f"{error}: a file could not be written; make room on its disk and run this again"
     return None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ktgraph.errors import UnsupportedInputError, path_of
 from ktgraph.packed_folder import plan_in
-from ktgraph.tokenizer import Tokenizer
+from ktgraph.tokenizer import Tokenizer, is_unicode
 from ktgraph.weights.sources import ModelSource, WeightSource
 
 if TYPE_CHECKING:
@@ -151,8 +151,15 @@ def _checkpoint_folder(path: Path) -> Path:
         )
     if not path.is_dir():
         raise UnsupportedInputError(f"{path}: not a checkpoint folder; {SUPPORTED}")
+    if not is_unicode(str(path)):
+        raise UnsupportedInputError(
+            f"{str(path)!r}: the name is not UTF-8, and safetensors opens no such path; give the "
+            "folder another name, or a link to it that has one"
+        )
     if not (path / "config.json").is_file():
-        raise UnsupportedInputError(f"{path}: no config.json in this folder; {SUPPORTED}")
+        gguf = ", ".join(f.name for f in sorted(path.iterdir()) if is_gguf(f))
+        found = f", but {gguf}: give the file's own path" if gguf else ""
+        raise UnsupportedInputError(f"{path}: no config.json in this folder{found}; {SUPPORTED}")
     return path
 
 
@@ -257,7 +264,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnsupportedInputError(f"{path}: not valid JSON: {error}") from None
+        raise UnsupportedInputError(
+            f"{path}: not valid JSON: {error}. Correct it, or download this file again"
+        ) from None
     if isinstance(found, dict):
         return cast("dict[str, Any]", found)
     raise UnsupportedInputError(f"{path}: expected a JSON object, found {type(found).__name__}")

@@ -23,7 +23,13 @@ from ktgraph.runtime.packed import packed_weights, packing_nbytes, use_nbytes
 from ktgraph.runtime.plan import Plan
 from ktgraph.runtime.planfile_write import write_plan
 from ktgraph.runtime.runner import Runner, available_memory
-from ktgraph.target import Target, check_threads, resolve_target, with_threads
+from ktgraph.target import (
+    Target,
+    check_runs_here,
+    check_threads,
+    resolve_target,
+    with_threads,
+)
 from ktgraph.weights.evaluate import WeightEvaluator
 from ktgraph.weights.policy import Policy
 from ktgraph.weights.sources import WeightSource
@@ -202,8 +208,8 @@ class Lowered:
     def compile(self) -> Compiled:
         """Load and pack the weights, and make the graph ready to run.
 
-        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs,
-        and errors of the checkpoint.
+        Raises MemoryBudgetError before anything is loaded, TargetError for more threads than CPUs
+        or a GPU that is not here, and errors of the checkpoint.
         Warns (FallbackWarning) when ops run on their torch reference: the step is slow then.
         """
         source, options = self.context.source, self.context.options
@@ -212,6 +218,7 @@ class Lowered:
                 f"{self.card.name} was traced from a config, which has no weights: it can be "
                 "planned, dumped and read, but not run; give a checkpoint folder or a loaded model"
             )
+        check_runs_here(self.target)
         check_threads(self.threads)
         if self.context.fallbacks:
             warnings.warn(fallback_text(self.context.fallbacks), FallbackWarning, stacklevel=2)

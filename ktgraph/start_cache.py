@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -89,6 +90,8 @@ def write_entry(key: str, kind: str, text: str) -> None:
         _forget_oldest(path.parent)
     except OSError as error:
         log.info("%s is not kept for the next start: %s", path, error)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)  # of a full disk
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -31,7 +31,7 @@ class Tokenizer:
         if not path.is_file():
             return None
         try:
-            backend = RustTokenizer.from_file(str(path))
+            backend = RustTokenizer.from_buffer(path.read_bytes())  # a path may be no UTF-8
         except Exception as error:  # the binding raises bare Exception
             raise UnsupportedInputError(f"{path}: not a tokenizer file: {error}") from None
         config = _read_json(Path(folder) / "tokenizer_config.json")
@@ -51,7 +51,10 @@ class Tokenizer:
 
         tokenizer.json's own post-processor decides, as in transformers; where it adds nothing, the
         flags add_bos_token and add_eos_token of tokenizer_config.json do (DeepSeek-V2).
+        Raises UnsupportedInputError for bytes that are no UTF-8, as a shell may hand them on.
         """
+        if not is_unicode(text):
+            raise UnsupportedInputError(f"text {text[:60]!r}: it is not UTF-8; give it in UTF-8")
         ids = list(self.backend.encode(text, add_special_tokens=special).ids)
         if not special:
             return ids
@@ -125,6 +128,15 @@ class TextPieces:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no halves of surrogate pairs, which stand for bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _template_file(folder: Path) -> dict[str, Any]:

@@ -295,7 +295,7 @@ def _line(work: Soak, samples: Sequence[int]) -> str:
 
 
 def main() -> int:
-    """Run; 1 for a failure, as the watch has it too."""
+    """Run; 1 for a failure, as the watch has it too, 2 for a model or target that cannot be had."""
     parser = argparse.ArgumentParser(description="random work for a long time, watched")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--target", default="simulated", help="simulated, or what kt.compile takes")
@@ -303,14 +303,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     watch()
-    traced = kt.trace(args.model)
-    known = references(compiled(traced, "cpu"), random.Random(args.seed))
-    watch()
     try:
-        print("soak:", soak(compiled(traced, args.target), known, args.seconds, args.seed))
-    except SoakError as error:
+        traced = kt.trace(args.model)
+        exe = compiled(traced, args.target)
+        known = references(compiled(traced, "cpu"), random.Random(args.seed))
+        watch()
+        print("soak:", soak(exe, known, args.seconds, args.seed))
+    except (SoakError, kt.KtgraphError) as error:
         print(f"soak: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, SoakError) else 2
     return 0
 
 

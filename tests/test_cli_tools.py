@@ -1,12 +1,16 @@
 """The commands on .ktir files: opt, diff, bisect, replay, passes, fmt; errors in one message."""
 
+import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import broken_passes as broken
 import pytest
 from small_models import mla_moe
 
+from ktgraph import cli
 from ktgraph.cli import COMMANDS, build_parser, main
 from ktgraph.ir.parser import parse_file
 
@@ -90,6 +94,28 @@ def test_a_parse_error_shows_the_place(tmp_path: Path, capsys):
     file.write_text("ktgraph.ir 1\nmodule @m\nwat\n")
     assert main(["opt", str(file)]) == 2
     assert "bad.ktir:3:1: expected one of" in capsys.readouterr().err
+
+
+def test_an_interrupt_at_the_start_is_no_traceback(monkeypatch):
+    def stopped():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", stopped)
+    assert main(["passes"]) == 130
+
+
+def test_help_does_without_torch():
+    code = (
+        "import sys; from ktgraph.cli import build_parser as b; b(); print('torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"False\n"
+
+
+def test_a_warning_is_one_line():
+    usual = warnings.formatwarning
+    with cli._short_warnings():
+        assert warnings.formatwarning("slow", UserWarning, "file.py", 3) == "UserWarning: slow\n"
+    assert warnings.formatwarning is usual
 
 
 def test_debug_shows_the_traceback():

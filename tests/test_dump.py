@@ -8,7 +8,7 @@ import broken_passes as broken
 import pytest
 from small_models import gqa_moe, mla_moe
 
-from ktgraph.dump import DumpError, DumpRequest
+from ktgraph.dump import DumpError, DumpFolder, DumpRequest
 from ktgraph.ir.parser import parse_file
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.pass_manager import PassError, PassManager
@@ -140,3 +140,10 @@ def test_reports_know_their_folder(tmp_path: Path):
     report = PassManager().run(mla_moe(), "fuse-norms")
     assert isinstance(report, PassReport)
     assert report.folder is None
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path):
+    (tmp_path / "summary.txt").symlink_to("/dev/full")
+    folder = DumpFolder(tmp_path, PassContext(None, None, CompileOptions()))
+    with pytest.raises(DumpError, match=r"cannot dump into .*: No space left.*another folder"):
+        folder.write("summary.txt", "text")

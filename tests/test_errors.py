@@ -6,6 +6,9 @@ bare library error fails here.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import struct
 import sys
 import warnings
@@ -28,6 +31,9 @@ from ktgraph.runtime import runner as runner_module
 from ktgraph.stages import FallbackWarning
 from ktgraph.target import most_threads
 from ktgraph.target.probe import MemoryInfo
+from ktgraph.tokenizer import Tokenizer
+
+TRAINED = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-deepseek-v2"
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 67,
@@ -118,6 +124,26 @@ def test_no_message_sends_to_files_that_cannot_be_read(broken: Path, traced: kt.
     export = export_failed(ValueError("x"), torch.nn.Linear(2, 2))
     for text in (message, str(export), shown(lambda: load_config(broken.parent))):
         assert "gguf" not in text.lower()
+
+
+def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_K_M.gguf").touch()
+    assert "but m-Q4_K_M.gguf: give the file's own path" in shown(lambda: kt.trace(tmp_path))
+
+
+def test_names_and_texts_that_are_no_utf8(tmp_path: Path) -> None:
+    """A path may be any bytes; a text may not."""
+    folder = tmp_path / os.fsdecode(b"m\xff\xfe")
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TRAINED / name, folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("The sea")) == "The sea"
+    assert "it is not UTF-8" in shown(lambda: tokenizer.encode(os.fsdecode(b"sea \xff")))
+    assert "the name is not UTF-8" in shown(lambda: kt.trace(folder))
+    (folder / "tokenizer.json").write_text("{")
+    assert "not a tokenizer file" in shown(lambda: Tokenizer.from_folder(folder))
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
@@ -339,6 +365,13 @@ def test_command_line_needs_something_to_do(
     assert capsys.readouterr().err == (
         "ktgraph run: nothing to do: give a prompt, or --check FILE\n"
     )
+
+
+def test_a_full_disk_is_no_fault_of_ktgraph() -> None:
+    message = user_message(OSError(errno.ENOSPC, "No space left on device"))
+    assert message is not None
+    assert "No space left on device" in message
+    assert "make room" in message
 
 
 def test_faults_of_ktgraph_itself_are_not_dressed_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -153,6 +154,10 @@ def test_a_kept_layout_gives_the_same_weights(name: str, fresh: Path, folder: Pa
     assert (kept.nbytes, kept.fingerprint()) == (found.nbytes, found.fingerprint())
 
 
+def fail(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_entries_are_whole_or_not_there(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_entry("key", "f32.ktir", "text\nof two lines")
     assert read_entry("key", "f32.ktir") == "text\nof two lines"
@@ -164,6 +169,10 @@ def test_entries_are_whole_or_not_there(fresh: Path, monkeypatch: pytest.MonkeyP
         write_entry(f"{number}", "f32.ktir", "x")
     assert len(list((cache_folder() / "starts").iterdir())) == 64
     assert read_entry("69", "f32.ktir") == "x"
+    with monkeypatch.context() as full:  # a draft of a full disk does not stay
+        full.setattr(Path, "replace", fail)
+        write_entry("full", "f32.ktir", "x")
+    assert not list((cache_folder() / "starts").glob(".*"))
     (fresh / "file").touch()
     monkeypatch.setenv(
         "XDG_CACHE_HOME", str(fresh / "file")

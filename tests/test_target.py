@@ -28,6 +28,7 @@ from ktgraph.target import (
     Target,
     TargetError,
     cache_file,
+    check_runs_here,
     choose,
     cpu,
     format_size,
@@ -532,11 +533,21 @@ def test_resolve(measured: list[int]) -> None:
         ("abacus", "known: auto, cpu, cuda"),
         ("missing.toml", "target file missing.toml: No such file"),
         ("/", "target file /: Is a directory"),
+        ("gpu", 'did you mean "hybrid"'),
     ],
 )
 def test_unknown_targets(spec: str, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         resolve_target(spec)
+
+
+def test_a_described_gpu_is_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "gpu_names", list)
+    described = load_target("rtx4090-24g+xeon")
+    with pytest.raises(TargetError, match=r"4090\), and torch sees none on this machine"):
+        check_runs_here(described)
+    monkeypatch.setattr(choose, "gpu_names", lambda: ["a GPU"])
+    check_runs_here(described)
 
 
 # ---- doctor
@@ -581,6 +592,13 @@ def test_doctor_reports_a_wrong_kernel() -> None:
     assert not report.ok
     assert "ZeroDivisionError" in report.problems[-1]
     assert "nmse 1e-9 [tiny]" in str(report)
+
+
+def test_doctor_says_once_what_all_kernels_have() -> None:
+    names = ("one", "two", "three")
+    checks = tuple(doctor_module.KernelCheck(name, False, "wrong level") for name in names)
+    report = doctor_module.DoctorReport({}, probe_cpu(), MACHINE, "file.so", "", checks)
+    assert report.problems == ("kernel one (and 2 more) differs: wrong level",)
 
 
 def test_doctor_without_the_extension() -> None:

@@ -17,7 +17,7 @@ from ktgraph.bench.cpu_moe import Bench, Options
 from ktgraph.bench.limits import Limits, Reader, measure_limits, read_buffer_size
 from ktgraph.bench.native_moe import NativeMoe
 from ktgraph.bench.roofline import NoPictureError, draw
-from ktgraph.bench.shapes import find_shape, parse_format
+from ktgraph.bench.shapes import WeightFormat, find_shape, parse_format
 from ktgraph.bench.subject import Subject
 from ktgraph.cpu_kernels import load_native
 from ktgraph.errors import UnsupportedInputError
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace, peers: Callable[[], Sequence[Subject]] | None 
     if args.report_only and args.store is None:
         raise UnsupportedInputError("--report-only shows a store; give --store FILE.jsonl")
     _check_isa(args.isa)
+    _check_outputs(args)
     store = Store.open(args.store, fresh=args.fresh)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     options = options_of(args)
@@ -53,6 +54,11 @@ def options_of(args: argparse.Namespace) -> Options:
         raise UnsupportedInputError(
             f"--threads {args.threads}: this process may use {most} CPUs, no more threads than that"
         )
+    if args.seconds <= 0 or args.cell_seconds < 0 or args.footprint <= 0 or args.memory < 0:
+        raise UnsupportedInputError(
+            "--seconds and --footprint: expected numbers above 0; --cell-seconds and --memory: 0 "
+            "(for --memory the default) or more"
+        )
     return Options(
         shapes=tuple(find_shape(name) for name in args.shapes.split(",")),
         tokens=_numbers("--tokens", args.tokens),
@@ -72,8 +78,23 @@ def _check_isa(name: str) -> None:
         raise UnsupportedInputError(str(error)) from None
 
 
-def _formats(text: str):
-    return [parse_format(name) for name in text.split(",") if name]
+def _check_outputs(args: argparse.Namespace) -> None:
+    """What is written at the end has a folder to lie in: known before minutes of measuring."""
+    for name in ("csv", "markdown", "roofline"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            raise UnsupportedInputError(f"--{name} {path}: there is no folder {path.parent}")
+
+
+def _formats(text: str) -> list[WeightFormat]:
+    """Of ktgraph's own kernels; an unknown one is told before anything is measured."""
+    found = [parse_format(name) for name in text.split(",") if name]
+    for form in found:
+        try:
+            load_native().packed_nbytes(form.name, 256, 256, form.group)
+        except ValueError as error:
+            raise UnsupportedInputError(f"--formats {form}: {error}") from None
+    return found
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

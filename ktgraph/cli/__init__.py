@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -39,8 +41,15 @@ ERROR, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    try:
+        args = build_parser().parse_args(argv)
+        with _short_warnings():
+            return _run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code = int(args.main(args))
         sys.stdout.flush()
@@ -48,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough: `ktgraph passes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except Exception as error:
         if args.debug:
             raise
@@ -76,6 +83,20 @@ def _version() -> str:
         return version("ktgraph")
     except PackageNotFoundError:
         return "(not installed)"
+
+
+@contextmanager
+def _short_warnings() -> Generator[None]:
+    """A warning is one line: which line of ktgraph gave it tells a user nothing."""
+
+    def short(message: Warning | str, category: type[Warning], *_: object) -> str:
+        return f"{category.__name__}: {message}\n"
+
+    usual, warnings.formatwarning = warnings.formatwarning, short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _message(error: Exception) -> str:

@@ -70,7 +70,7 @@ def open_model(args: argparse.Namespace) -> tuple[Compiled, Lowered | None]:
     packed = plan_in(args.model)
     if packed is not None:
         return _start(packed, args), None
-    lowered = lower_model(args)
+    lowered = lower_model(args, to_run=True)
     say(lowered.memory_need().summary())
     return lowered.compile(), lowered
 
@@ -92,15 +92,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def lower_model(args: argparse.Namespace) -> Lowered:
-    """Trace and lower args.model."""
+def lower_model(args: argparse.Namespace, *, to_run: bool = False) -> Lowered:
+    """Trace and lower args.model; `to_run`: on this machine, which is checked before."""
     from ktgraph.api import compute_dtype, trace
     from ktgraph.compile_options import check_options
-    from ktgraph.target import resolve_target, with_gpu_memory
+    from ktgraph.target import check_runs_here, resolve_target, with_gpu_memory
 
     options = {name: getattr(args, name) for name in _OPTIONS}
     check_options(options)
     target = with_gpu_memory(resolve_target(args.target), args.gpu_memory)
+    if to_run:
+        check_runs_here(target)
     dtype = compute_dtype(args.dtype, target)
     traced = trace(args.model, dtype=dtype, tokenizer=args.tokenizer)
     return traced.lower(target, args.pipeline, validate=args.validate, dump=args.dump, **options)

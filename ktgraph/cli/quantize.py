@@ -13,7 +13,6 @@ from typing import Any
 
 from ktgraph.cli.model_arguments import add_model_arguments, lower_model, say
 from ktgraph.packed_folder import PLAN, check_folder, write_folder
-from ktgraph.target.description import round_size
 
 
 def add_parser(commands: Any) -> None:
@@ -33,6 +32,8 @@ def add_parser(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; the folder is printed last, everything else goes to stderr."""
+    from ktgraph.target.description import round_size
+
     check_folder(args.output, overwrite=args.overwrite)
     lowered = lower_model(args)
     nbytes, packing = lowered.packing()

@@ -111,7 +111,9 @@ def _wish(module: Module, region: Region, site: Site, layer: int | None, rule: R
     stack = module.weight_of(site.op.weight(3)).type
     experts = stack.dims[0].at(region.sizes)
     if rule.experts is not None and rule.experts > experts:
-        raise RuleError(f"{rule}: {rule.experts} hot experts of {experts}")
+        raise RuleError(
+            f"{rule}: experts: {rule.experts}, but a layer has {experts}: expected 1..{experts}"
+        )
     route = site.op.value(1).producer
     if route is None or route.name != "moe.route":
         raise RuleError(f"{rule}: its experts are chosen by no moe.route\n  {site.op}")

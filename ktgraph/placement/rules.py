@@ -271,7 +271,10 @@ def match_rules(
     for rule in rules:
         if devices and rule.device is not None and rule.device not in devices:
             known = ", ".join(devices)
-            raise RuleError(f"{rule.where}: device {rule.device} is not there; devices: {known}")
+            hint = "; it needs a target with a GPU" if rule.device in ("hot", "stream") else ""
+            raise RuleError(
+                f"{rule.where}: device {rule.device} is not there; devices: {known}{hint}"
+            )
     found: dict[tuple[Op, int | None], Rule] = {}
     hits = dict.fromkeys(range(len(rules)), 0)
     sites = list(op_sites(module))

@@ -185,8 +185,13 @@ def _check_device(need: MemoryNeed, device: str, available: int) -> None:
     where = "memory" if device == "cpu" else f"memory on {device}"
     raise MemoryBudgetError(
         f"this needs {round_size(need.total)} of {where}, and {round_size(available)} are "
-        f"available. The largest terms:\n{rows}\n{_advice(need)}"
+        f"available. The largest terms:\n{rows}\n{_advice(need)}{_enough(need, device)}"
     )
+
+
+def _enough(need: MemoryNeed, device: str) -> str:
+    """A GPU's budget that does: rounded sizes may look equal."""
+    return "" if device == "cpu" else f", or give gpu_memory={-(-need.total // 2**20)}MiB or more"
 
 
 def _advice(need: MemoryNeed) -> str:

@@ -198,8 +198,8 @@ def _padded(place: PackedPlace) -> int:
 
 
 def is_resumable(path: Path) -> bool:
-    """Whether a draft of the file waits to be gone on with."""
-    return Draft(path, "").file.exists()
+    """Whether a draft of the file waits to be gone on with, or the file itself."""
+    return Draft(path, "").file.exists() or path.exists()
 
 
 __all__ = ["Draft", "DraftBusyError", "Packed", "PackedMember", "WeightsFrom", "is_resumable"]

@@ -7,7 +7,8 @@ import json
 import logging
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ktgraph.errors import KtgraphError
+from ktgraph.errors import KtgraphError, is_full
 from ktgraph.ir.printer import print_weight
 from ktgraph.pass_api import CompileOptions
 from ktgraph.runtime.operands import WeightUse
@@ -38,7 +39,7 @@ log = logging.getLogger("ktgraph")
 
 
 class DiskSpaceError(KtgraphError, OSError):
-    """A file that the disk has no room for, said before anything is written."""
+    """A file that the disk has no room for, as a rule said before anything is written."""
 
 
 def save_plan(
@@ -89,7 +90,8 @@ def write_plan(
 
     weights: gives `plan.loaded()` from a number on, each with its bytes; None for a file without.
     resume: after an interrupt the finished weights stay in a hidden draft beside the file, and the
-        next call with the same model and options goes on behind them, which `say` is told.
+        next call with the same model and options goes on behind them, which `say` is told; the
+        whole file, where it is there already, stays as it is.
     fingerprint: of the weights' source.  target: TOML.  extras: further texts by member name.
     Raises PlanFileError when there is no such folder, DiskSpaceError when the disk is too full.
     """
@@ -103,12 +105,16 @@ def write_plan(
         **{_extra_name(k): v for k, v in (extras or {}).items()},
     }
     path = Path(path)
+    draft = Draft(path, _key(texts, fingerprint) if resume else None)
+    if resume and _is_written(path, texts, fingerprint):
+        draft.journal.unlink(missing_ok=True)
+        say(f"goes on where it stopped: all {len(places)} weights are packed already")
+        return
     nbytes = packed_nbytes_in_file(places) + sum(len(t.encode()) for t in texts.values())
     _check_path(path)
-    draft = Draft(path, _key(texts, fingerprint) if resume else None)
     held = draft.file.stat().st_size if draft.file.exists() else 0
     check_disk(path.parent, nbytes - held)
-    with draft.opened() as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as out:
+    with _room_for(path), draft.opened() as file, zipfile.ZipFile(file, "w") as out:
         for name, text in texts.items():
             out.writestr(name, text)
         samples = ""
@@ -117,6 +123,33 @@ def write_plan(
             member.write(partial(_told, weights, len(places), say), _bytes_of)
             samples = str(member.samples)
         out.writestr("weights.json", _json(_describe_weights(plan, fingerprint, places, samples)))
+
+
+def _is_written(path: Path, texts: Mapping[str, str], fingerprint: str) -> bool:
+    """Whether the file is there and whole (it got its name last), from the same model and options.
+
+    So it is where a call was killed before its folder was renamed.
+    """
+    try:
+        with zipfile.ZipFile(path) as there:
+            found = {name: there.read(name).decode() for name in texts}
+            weights = json.loads(there.read("weights.json"))
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError):
+        return False
+    return found == texts and weights["fingerprint"] == fingerprint
+
+
+@contextmanager
+def _room_for(path: Path) -> Generator[None]:
+    """Names the file where the disk fills up meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, KtgraphError) or not is_full(error):
+            raise
+        raise DiskSpaceError(
+            f"{path}: {error.strerror}: make room, or give a folder on another disk"
+        ) from error
 
 
 def _told(weights: WeightsFrom, count: int, say: Callable[[str], None], first: int) -> Packed:

@@ -1,6 +1,7 @@
 """The machine a graph is compiled for: probed and measured once, or described in a TOML file."""
 
 from ktgraph.target.choose import (
+    check_runs_here,
     check_threads,
     cpu,
     cuda,
@@ -39,6 +40,7 @@ __all__ = [
     "Target",
     "TargetError",
     "cache_file",
+    "check_runs_here",
     "check_threads",
     "cpu",
     "cuda",

@@ -21,6 +21,7 @@ from ktgraph.target.threads import best_count
 SHIPPED = Path(__file__).resolve().parent.parent / "targets"
 SIMULATED_LIKE = "rtx4090-24g+xeon"  # whose GPU and links kt.hybrid(gpu="simulated") takes on
 WORDS = ("auto", "cpu", "cuda", "hybrid", "simulated")
+_GPU = ("gpu", "nvidia", "cuda:0")  # words that other programs take
 
 
 def cpu(threads: int | None = None) -> Target:
@@ -126,7 +127,10 @@ def with_gpu_memory(target: Target, memory: str | int | None) -> Target:
     if memory is None:
         return target
     if not target.gpus:
-        raise TargetError(f"gpu_memory={memory!r}: target {target.name!r} has no GPU")
+        raise TargetError(
+            f"gpu_memory={memory!r}: target {target.name!r} has no GPU; leave gpu_memory out, or "
+            'give target="hybrid" or "simulated"'
+        )
     gpu = target.gpus[0]
     return target.with_device(_with_memory(gpu, memory, real=gpu.kind == "cuda"))
 
@@ -151,6 +155,17 @@ def check_threads(threads: int) -> None:
         raise TargetError(
             f"threads={threads}: this process may run on 1 to {most} CPUs; without `threads` it "
             "takes as many as were measured to be best"
+        )
+
+
+def check_runs_here(target: Target) -> None:
+    """Raises TargetError for a target with a GPU, where torch sees none: it is to plan for."""
+    cuda_gpus = [gpu for gpu in target.gpus if gpu.kind == "cuda"]
+    if cuda_gpus and not gpu_names():
+        raise TargetError(
+            f"target {target.name!r} has a GPU ({cuda_gpus[0].model or cuda_gpus[0].name}), and "
+            "torch sees none on this machine: it can be planned for and packed for (ktgraph plan, "
+            'dump, quantize). To run here give target="cpu", or "simulated" for the hybrid path'
         )
 
 
@@ -213,8 +228,17 @@ def _not_found(wanted: str | Path, error: Exception) -> TargetError:
     text = str(wanted)
     if text.endswith(".toml") or os.sep in text or not isinstance(error, FileNotFoundError):
         reason = getattr(error, "strerror", None) or str(error)
-        return TargetError(f"target file {text}: {reason}")
+        return TargetError(f"target file {text}: {reason}; {_names()}")
+    if text.lower() in _GPU:
+        return TargetError(
+            f'unknown target {text!r}; did you mean "hybrid" (a GPU with the CPU) or "cuda" (the '
+            "GPU alone)?"
+        )
     return TargetError(f"unknown target {text!r}; {close_matches(text, all_names())}")
+
+
+def _names() -> str:
+    return f"`ktgraph doctor --save-target FILE.toml` writes one; names: {', '.join(all_names())}"
 
 
 def all_names() -> list[str]:

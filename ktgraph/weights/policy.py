@@ -226,8 +226,13 @@ def _nothing(text: str, pattern: str, uses: Sequence[Use]) -> str:
     shown = list(dict.fromkeys(short.get(c, c) for c in close)) or names[:8]
     return (
         f"quantize {text!r}: the pattern {pattern!r} matches no weight; "
-        f"close names: {', '.join('@' + n for n in shown)}"
+        f"close names: {', '.join('@' + n for n in shown)}; a part of a name is enough, as in "
+        f"{_parts(names)}=int8"
     )
+
+
+def _parts(names: Sequence[str]) -> str:
+    return "experts" if any("experts" in n for n in names) else "mlp"
 
 
 # -- the weights of a module ----------------------------------------------------------------------

@@ -489,6 +489,9 @@ def test_the_command_measures_and_resumes(tmp_path, capsys):
         (["--threads", "100000"], "CPUs"),
         (["--report-only"], "--store"),
         (["--isa", "sse9"], 'isa="sse9" is not a known level'),
+        (["--formats", "int8,q4"], "--formats q4: "),
+        (["--seconds", "0"], "--seconds and --footprint: expected numbers above 0"),
+        (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
     ],
 )
 def test_wrong_arguments_are_one_message(arguments, message, capsys):

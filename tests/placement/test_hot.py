@@ -179,7 +179,7 @@ def test_malformed_numbers(replace: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (HOT.replace("3", "7"), "7 hot experts of 6"),
+        (HOT.replace("3", "7"), "experts: 7, but a layer has 6: expected 1..6"),
         ("- match: {class: nn.linear}\n  replace: {device: hot}", "only routed experts can be hot"),
         (
             HOT + "  phase: decode\n" + HOT.replace("3", "2"),

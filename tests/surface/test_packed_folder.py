@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import ktgraph as kt
+import ktgraph.packed_folder as packed_folder_module
 from ktgraph.cli import main
 from ktgraph.errors import UnsupportedInputError
 from ktgraph.packed_folder import PLAN, write_folder
@@ -168,12 +171,16 @@ STOP = 5  # weights that are finished when it is interrupted
 @pytest.fixture
 def stopped(lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that was to be written; its draft holds some weights."""
-    stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt)
+    stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt())
     return tmp_path / "m"
 
 
 def stop(
-    lowered: kt.Lowered, folder: Path, patch: pytest.MonkeyPatch, error: type[BaseException]
+    lowered: kt.Lowered,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    error: BaseException,
+    seen_as: type[BaseException] | None = None,
 ) -> list[str]:
     told: list[str] = []
     seen: list[int] = []
@@ -182,12 +189,12 @@ def stop(
     def write(tensor: torch.Tensor) -> Any:
         seen.append(tensor.nbytes)
         if len(seen) > STOP:
-            raise error("stopped")
+            raise error
         return bytes_of(tensor)
 
     with patch.context() as patched:
         patched.setattr(planfile_write, "_bytes_of", write)
-        with pytest.raises(error):
+        with pytest.raises(seen_as or type(error)):
             write_folder(lowered, folder, say=told.append)
     return told
 
@@ -229,10 +236,48 @@ def test_it_goes_on_behind_finished_weights(
     assert kt.load(stopped).generate([4, 5], 3, eos=())
 
 
+def test_a_kill_before_the_folder_has_its_name_costs_nothing(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packed_folder_module, "_put", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_folder(lowered, tmp_path / "m")
+    assert [p.name for p in tmp_path.iterdir()] == [".m.part"]
+    (tmp_path / ".m.part" / f".{PLAN}.part.done").write_text("x")  # killed a moment earlier
+    made, told = count_made(monkeypatch), list[str]()
+    write_folder(lowered, tmp_path / "m", say=told.append)
+    assert made == []
+    assert re.fullmatch(r"goes on where it stopped: all \d+ weights are packed already", told[0])
+    assert not [p for p in (tmp_path / "m").iterdir() if p.name.startswith(".")]
+    assert kt.load(tmp_path / "m").generate([4, 5], 3, eos=())
+
+
+def test_a_whole_file_of_other_options_is_packed_anew(
+    talking_model: Path, lowered: kt.Lowered, tmp_path: Path
+) -> None:
+    lowered.save(tmp_path / PLAN)
+    other = kt.trace(talking_model).lower("cpu", quantize="int8")
+    other.save(tmp_path / PLAN, resume=True)
+    assert kt.load(tmp_path / PLAN).made.options.quantize == "int8"
+
+
+def test_a_disk_that_fills_up_is_told_and_keeps_what_is_finished(
+    lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    told = stop(lowered, tmp_path / "m", monkeypatch, full, seen_as=DiskSpaceError)
+    assert told[0].startswith("stopped: the same command goes on from here")
+    assert write_folder(lowered, tmp_path / "m") == tmp_path / "m"
+
+
 def test_where_it_stopped_is_told(
     lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt)
+    told = stop(lowered, tmp_path / "m", monkeypatch, KeyboardInterrupt())
     assert len(told) == 1
     assert "the same command goes on from here" in told[0]
     assert str(tmp_path / ".m.part") in told[0]
@@ -275,7 +320,7 @@ def test_an_error_of_the_checkpoint_leaves_nothing(
     lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be there again."""
-    told = stop(lowered, tmp_path / "m", monkeypatch, UnsupportedInputError)
+    told = stop(lowered, tmp_path / "m", monkeypatch, UnsupportedInputError("stopped"))
     assert (told, list(tmp_path.iterdir())) == ([], [])
 
 

@@ -84,7 +84,10 @@ def test_too_small_a_gpu_is_refused_before_loading(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(source, "get", loaded)
     small = re.sub(r'(kind = "simulated", memory = )\d+', r"\g<1>1048576", str(module))
-    with pytest.raises(MemoryBudgetError, match=r"of memory on cuda:0, and 1 MiB are available"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"on cuda:0, and 1 MiB are available[\s\S]*gpu_memory=\d+MiB or more",
+    ):
         Runner.load(parse_module(small), source, OPTIONS)
 
 
