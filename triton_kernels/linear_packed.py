@@ -41,6 +41,7 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.silu_mul import gated_mul
 from ktgraph.triton_kernels.tile_bytes import in_quads
+from ktgraph.triton_kernels.tile_mma import in_octets, tiles_times_tokens
 from ktgraph.triton_kernels.tile_rows import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.tile_words import (
     group_scale,
@@ -74,6 +75,23 @@ class TileConfig:
     stages: int
     ahead: bool = False
     splits: int = 0
+
+
+@dataclass(frozen=True)
+class TokenConfig:
+    """Of `_tokens`: warps, of which `shares` share the columns of a tile; pairs of tiles that a warp
+    has; units of 32 columns that it has in a step; splits: as in TileConfig."""
+
+    warps: int
+    shares: int
+    pairs: int
+    units: int
+    splits: int = 0
+
+    @property
+    def tiles(self) -> int:
+        """Of a program."""
+        return 2 * self.pairs * self.warps // self.shares
 
 
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
@@ -191,7 +209,7 @@ def product_of_tiles(
     y: torch.Tensor,
     *,
     act: str | None,
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     """y[T, rows] = x @ w.T + b; with `act` y[T, rows / 2] = act(gate) * up (w is gate_up)."""
     assert w.count == 1
@@ -201,24 +219,12 @@ def product_of_tiles(
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
     tile = config or config_for(tokens, x.dtype, w, gate_up=act is not None)
-    step = tile.kb if tokens == 1 else tile.kb * tile.warps
-    whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
-    programs = triton.cdiv(w.tiles, tile.tiles)
-    grid, kernel = (programs,), _rows
-    extra: dict[str, Any] = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
-    if tokens == 1:
-        steps = triton.cdiv(w.blocks, tile.kb)
-        splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
-        grid, kernel = (programs, splits), _row
-        extra = {
-            "AHEAD": tile.ahead,
-            "BYTES": w.rounds(x.dtype),
-            "QUADS": in_quads(x),
-            "SPLITS": splits,
-            "share": triton.cdiv(steps, splits) * tile.kb,
-            "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
-            "counters": _counters(programs, x.device) if splits > 1 else None,
-        }
+    if isinstance(tile, TokenConfig):
+        grid, kernel, extra = _tokens_launch(x, w, tile)
+    elif tokens == 1:
+        grid, kernel, extra = _row_launch(x, w, tile)
+    else:
+        grid, kernel, extra = _rows_launch(x, w, tile)
     kernel[grid](
         x,
         w.data,
@@ -239,14 +245,74 @@ def product_of_tiles(
         GATE_UP=w.gate_up,
         ACT=act or "",
         HAS_BIAS=b is not None,
-        EVEN=whole,
-        TILES=tile.tiles,
-        KB=tile.kb,
-        STAGES=tile.stages,
         num_warps=tile.warps,
         **extra,
         **dependent_launch(),
     )
+
+
+_Launch = tuple[tuple[int, ...], Any, dict[str, Any]]
+
+
+def _row_launch(x: torch.Tensor, w: PackedWeight, tile: TileConfig) -> _Launch:
+    programs, steps = triton.cdiv(w.tiles, tile.tiles), triton.cdiv(w.blocks, tile.kb)
+    splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
+    whole = w.blocks % tile.kb == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
+    extra = {
+        "EVEN": whole,
+        "TILES": tile.tiles,
+        "KB": tile.kb,
+        "STAGES": tile.stages,
+        "AHEAD": tile.ahead,
+        "BYTES": w.rounds(x.dtype),
+        "QUADS": in_quads(x),
+        "SPLITS": splits,
+        "share": triton.cdiv(steps, splits) * tile.kb,
+        **_shared_sums(programs, splits, tile.tiles * 16, x.device),
+    }
+    return (programs, splits), _row, extra
+
+
+def _tokens_launch(x: torch.Tensor, w: PackedWeight, tile: TokenConfig) -> _Launch:
+    programs = triton.cdiv(w.tiles, tile.tiles)
+    units, step = w.blocks * w.step // 32, tile.shares * tile.units
+    steps = triton.cdiv(units, step)
+    splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
+    fragments = triton.next_power_of_2(triton.cdiv(x.shape[0], 8))
+    extra = {
+        "EVEN": units % step == 0,
+        "QUADS": in_octets(x),
+        "WARPS": tile.warps,
+        "SHARES": tile.shares,
+        "PAIRS": tile.pairs,
+        "UNITS": tile.units,
+        "FRAGMENTS": fragments,
+        "SPLITS": splits,
+        "share": triton.cdiv(steps, splits) * step,
+        **_shared_sums(programs, splits, fragments * 8 * tile.tiles * 16, x.device),
+    }
+    return (programs, splits), _tokens, extra
+
+
+def _rows_launch(x: torch.Tensor, w: PackedWeight, tile: TileConfig) -> _Launch:
+    whole = w.blocks % (tile.kb * tile.warps) == 0 and w.tiles % tile.tiles == 0
+    extra = {
+        "EVEN": whole and w.blocks * w.step == w.cols,
+        "TILES": tile.tiles,
+        "KB": tile.kb,
+        "STAGES": tile.stages,
+        "BLOCK_T": 16 if x.shape[0] <= 16 else 32,
+        "SPLIT": tile.warps,
+    }
+    return (triton.cdiv(w.tiles, tile.tiles),), _rows, extra
+
+
+def _shared_sums(programs: int, splits: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Where programs that share columns put `size` sums each, and how many have arrived."""
+    if splits == 1:
+        return {"parts": None, "counters": None}
+    parts = torch.empty(programs * splits * size, dtype=torch.float32, device=device)
+    return {"parts": parts, "counters": _counters(programs, device)}
 
 
 def splits_of(tiles: int, steps: int) -> int:
@@ -334,21 +400,137 @@ def _row(
         True,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
-    token = tl.arange(0, 1)
+    _finish(
+        acc,
+        parts,
+        counters,
+        bias,
+        y,
+        tokens,
+        rows,
+        stride_y,
+        GATE_UP,
+        ACT,
+        HAS_BIAS,
+        TILES,
+        SPLITS,
+    )
+
+
+@triton.jit
+def _finish(
+    acc,  # [BLOCK_T, TILES * 16] f32, without what other programs have of it
+    parts,
+    counters,
+    bias,
+    y,
+    tokens,
+    rows,
+    stride_y,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    BLOCK_T: tl.constexpr = acc.shape[0]
+    SIZE: tl.constexpr = BLOCK_T * TILES * 16
+    token = tl.arange(0, BLOCK_T)
     if SPLITS == 1:
         _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
     else:
         # The program that comes last adds all shares, in their order.
-        at = parts + tl.program_id(0) * (SPLITS * TILES * 16) + tl.arange(0, TILES * 16)[None, :]
-        tl.store(at + split * (TILES * 16), acc)
+        at = token[:, None] * (TILES * 16) + tl.arange(0, TILES * 16)[None, :]
+        at = parts + tl.program_id(0).to(tl.int64) * (SPLITS * SIZE) + at
+        tl.store(at + tl.program_id(1) * SIZE, acc)
         tl.debug_barrier()
         arrived = counters + tl.program_id(0)
         if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrived, 0)
-            total = tl.zeros([1, TILES * 16], dtype=tl.float32)
+            total = tl.zeros([BLOCK_T, TILES * 16], dtype=tl.float32)
             for n in tl.static_range(SPLITS):
-                total += tl.load(at + n * (TILES * 16), cache_modifier=".cg")
+                total += tl.load(at + n * SIZE, cache_modifier=".cg")
             _store(total, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+
+
+@triton.jit
+def _tokens(
+    x,
+    data,
+    bias,
+    y,
+    tokens,
+    rows,
+    cols,
+    blocks,
+    tiles,
+    groups,
+    scales_at,
+    row_scales_at,
+    stride_x,
+    stride_y,
+    share,
+    parts,
+    counters,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    QUADS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    UNITS: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    start_dependents()
+    TILES: tl.constexpr = 2 * PAIRS * (WARPS // SHARES)
+    first, split = tl.program_id(0) * TILES, tl.program_id(1)
+    acc = tiles_times_tokens(
+        x,
+        stride_x,
+        tokens,
+        data,
+        first,
+        tiles,
+        cols,
+        split * share,
+        tl.minimum((split + 1) * share, blocks * step_of(FORMAT) // 32),
+        blocks,
+        groups,
+        scales_at,
+        FORMAT,
+        GROUP,
+        EVEN,
+        QUADS,
+        WARPS,
+        SHARES,
+        PAIRS,
+        UNITS,
+        FRAGMENTS,
+    )
+    if has_row_scales(FORMAT):
+        n = tl.arange(0, TILES * 16)
+        at = first * 16 + n
+        acc *= row_scales(data + row_scales_at, at, at < tiles * 16)[None, :]
+    _finish(
+        acc,
+        parts,
+        counters,
+        bias,
+        y,
+        tokens,
+        rows,
+        stride_y,
+        GATE_UP,
+        ACT,
+        HAS_BIAS,
+        TILES,
+        SPLITS,
+    )
 
 
 @triton.jit
