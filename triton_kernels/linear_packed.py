@@ -56,6 +56,7 @@ from ktgraph.triton_kernels.tile_words import (
 from ktgraph.triton_kernels.unpack import unpack
 
 _TILES = 640  # that fill an H200, with a program's columns shared or not
+_WARPS = 2560  # that fill an H200 where a thread takes 96 to 128 registers
 _SHALLOW = 2048  # columns of a matrix whose programs end before many warps pay
 
 
@@ -79,14 +80,20 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class TokenConfig:
-    """Of `_tokens`: warps, of which `shares` share the columns of a tile; pairs of tiles that a warp
-    has; units of 32 columns that it has in a step; splits: as in TileConfig."""
+    """Of `_tokens`.
+
+    warps: of which `shares` share the columns of a tile.
+    pairs: of tiles, units: of 32 columns, of a warp in a step.
+    splits: as in TileConfig.
+    hold: a step's loads are issued one by one while the step before is multiplied.
+    """
 
     warps: int
     shares: int
     pairs: int
     units: int
     splits: int = 0
+    hold: bool = True
 
     @property
     def tiles(self) -> int:
@@ -99,16 +106,20 @@ ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_SHALLOW = TileConfig(2, 64, 4, 1, ahead=True)  # of int8, and of bytes
 ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
+TOKENS = TokenConfig(4, 4, 1, 4)
+TOKENS_INT8 = TokenConfig(4, 4, 1, 2)  # as many bytes on their way
+TOKENS_MANY = TokenConfig(4, 4, 1, 2)  # sums take the registers
 ROWS = TileConfig(2, 16, 4, 3)
-ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
 ROW_SWEEP = tuple(
     TileConfig(tiles, 16 * warps, warps, 1, ahead=ahead, splits=splits)
     for tiles, warps, ahead, splits in product((1, 2), (4, 8), (True, False), (0, 1, 2, 4))
 )
-ROWS_SWEEP = tuple(
-    TileConfig(tiles, kb, warps, stages)
-    for tiles, kb, warps, stages in product((1, 2, 4), (16,), (2, 4, 8), (2, 3, 4))
+TOKENS_SWEEP = tuple(
+    TokenConfig(warps, shares, pairs, units, splits)
+    for (warps, shares), pairs, units, splits in product(
+        ((4, 4), (8, 8), (4, 2)), (1, 2), (2, 4), (1, 2, 4)
+    )
 )
 
 
@@ -117,15 +128,23 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
+def config_for(
+    tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool
+) -> TileConfig | TokenConfig:
     if tokens > 1:
-        return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+        return ROWS_F32 if dtype == torch.float32 else _token_config(tokens, w.format)
     if gate_up:
         return _gate_up_config(w.format)
     bytes_ = w.rounds(dtype)
     if (bytes_ or w.format == "int8") and w.cols <= _SHALLOW and w.tiles >= 2 * _TILES:
         return ROW_SHALLOW
     return ROW_BYTES if bytes_ else ROW
+
+
+def _token_config(tokens: int, format: str) -> TokenConfig:
+    if format == "int8":
+        return TOKENS_INT8
+    return TOKENS_MANY if tokens > 16 else TOKENS
 
 
 def _gate_up_config(format: str) -> TileConfig:
@@ -150,7 +169,7 @@ def linear_packed(
     b: torch.Tensor | None = None,
     *,
     out: tuple[torch.Tensor],
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     (y,) = out
     if x.shape[0] > most_direct(x.dtype):
@@ -178,7 +197,7 @@ def swiglu_packed(
     *,
     out: tuple[torch.Tensor],
     act: str,
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     (y,) = out
     tokens = x.shape[0]
@@ -277,7 +296,9 @@ def _tokens_launch(x: torch.Tensor, w: PackedWeight, tile: TokenConfig) -> _Laun
     programs = triton.cdiv(w.tiles, tile.tiles)
     units, step = w.blocks * w.step // 32, tile.shares * tile.units
     steps = triton.cdiv(units, step)
-    splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
+    splits = min(tile.splits, steps) or token_splits(programs * tile.warps, steps)
+    share = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, share)  # none without columns
     fragments = triton.next_power_of_2(triton.cdiv(x.shape[0], 8))
     extra = {
         "EVEN": units % step == 0,
@@ -286,9 +307,10 @@ def _tokens_launch(x: torch.Tensor, w: PackedWeight, tile: TokenConfig) -> _Laun
         "SHARES": tile.shares,
         "PAIRS": tile.pairs,
         "UNITS": tile.units,
+        "HOLD": tile.hold,
         "FRAGMENTS": fragments,
         "SPLITS": splits,
-        "share": triton.cdiv(steps, splits) * step,
+        "share": share * step,
         **_shared_sums(programs, splits, fragments * 8 * tile.tiles * 16, x.device),
     }
     return (programs, splits), _tokens, extra
@@ -321,6 +343,11 @@ def splits_of(tiles: int, steps: int) -> int:
     The next kernel's programs fill what the last wave leaves free.
     """
     return max(n for n in (1, 2, 4) if n == 1 or (tiles * n <= _TILES and 2 * steps >= 3 * n))
+
+
+def token_splits(warps: int, steps: int) -> int:
+    """Programs that share the columns of tiles in `_tokens`, which take `warps` without sharing."""
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (warps * n <= _WARPS and steps >= 2 * n))
 
 
 _tallies: dict[tuple[torch.device, int, int], torch.Tensor] = {}
@@ -483,6 +510,7 @@ def _tokens(
     SHARES: tl.constexpr,
     PAIRS: tl.constexpr,
     UNITS: tl.constexpr,
+    HOLD: tl.constexpr,
     FRAGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -510,6 +538,7 @@ def _tokens(
         SHARES,
         PAIRS,
         UNITS,
+        HOLD,
         FRAGMENTS,
     )
     if has_row_scales(FORMAT):
@@ -716,41 +745,47 @@ _TYPES = {
 def _case(
     format: str,
     dtype: str,
-    config: TileConfig,
-    block_t: int,
+    config: TileConfig | TokenConfig,
+    tokens: int,
     gate_up: bool,
     even: bool,
     rounds: bool = False,
 ) -> CompileCase:
-    kernel = _rows if block_t > 1 else _row
-    constants = {
+    splits = 1 if even else 2
+    sums = {"parts": None, "counters": None} if splits == 1 else {}
+    constants: dict[str, Any] = {
         "FORMAT": format,
         "GROUP": GROUPS[format],
         "GATE_UP": gate_up,
         "ACT": "silu" if gate_up else "",
         "HAS_BIAS": not gate_up,
         "EVEN": even,
-        "TILES": config.tiles,
-        "KB": config.kb,
-        "STAGES": config.stages,
     }
-    if block_t > 1:
-        constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
+    if isinstance(config, TokenConfig):
+        kernel, stages = _tokens, 1
+        constants |= {"QUADS": even, "WARPS": config.warps, "SHARES": config.shares, **sums}
+        constants |= {"PAIRS": config.pairs, "UNITS": config.units, "HOLD": config.hold}
+        constants |= {"FRAGMENTS": tokens // 8, "SPLITS": splits}
     else:
-        splits = 1 if even else 2
-        constants |= {"AHEAD": config.ahead, "BYTES": rounds, "QUADS": even, "SPLITS": splits}
-        constants |= {"counters": None} if splits == 1 else {}
+        kernel, stages = _rows if tokens > 1 else _row, config.stages
+        constants |= {"TILES": config.tiles, "KB": config.kb, "STAGES": stages}
+        if tokens > 1:
+            constants |= {"BLOCK_T": tokens, "SPLIT": config.warps}
+        else:
+            constants |= {"AHEAD": config.ahead, "BYTES": rounds, "QUADS": even}
+            constants |= {"SPLITS": splits, **sums}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     types = {**_TYPES, **pointers}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     form += " bytes" if rounds else ""
     return CompileCase(
         kernel,
-        f"linear_packed T={block_t} {format} {dtype} {form}",
+        f"linear_packed T={tokens} {format} {dtype} {form}",
         {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants},
         constants,
         config.warps,
-        config.stages,
+        stages,
+        lockstep=kernel is _tokens,
     )
 
 
@@ -767,23 +802,33 @@ COMPILE_CASES = [
     ),
     *(_case(f, "bf16", ROW_SHALLOW, 1, False, True, rounds=True) for f in ("int4", "int4p")),
     _case("int8", "bf16", ROW_SHALLOW, 1, False, True),
-    *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
-    *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
-    *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
+    *(
+        _case(format, dtype, _token_config(tokens, format), tokens, gate_up, even)
+        for format in FORMATS
+        for dtype, tokens, gate_up, even in (
+            ("bf16", 8, False, True),
+            ("bf16", 16, True, True),
+            ("bf16", 32, False, False),
+            ("fp16", 16, False, False),
+        )
+    ),
     *(_case(format, "fp32", ROWS_F32, 16, False, False) for format in FORMATS),
 ]
 
 __all__ = [
     "ROW",
     "ROWS",
-    "ROWS_SWEEP",
     "ROW_BYTES",
     "ROW_SHALLOW",
     "ROW_SWEEP",
+    "TOKENS",
+    "TOKENS_SWEEP",
     "TileConfig",
+    "TokenConfig",
     "config_for",
     "linear_packed",
     "most_direct",
     "product_of_tiles",
     "swiglu_packed",
+    "token_splits",
 ]

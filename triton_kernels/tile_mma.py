@@ -57,7 +57,7 @@ def _quad(at, inside, KIND: tl.constexpr):
     """Four 32-bit words from `at`, aligned to 16 bytes.
 
     KIND: "always" there, or only where `inside`: "rest" is never looked at, or 0; these of weights,
-    which any compiler may move.  "x" and "x or zeros" stay behind the wait for x.
+    which any compiler may move.  The same of x stays behind the wait for x.
     """
     if _PLAIN:
         a = tl.load(at, mask=inside, other=0)
@@ -67,7 +67,7 @@ def _quad(at, inside, KIND: tl.constexpr):
         return a, b, c, d
     elif KIND == "always":
         return tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
+            "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l",
             [at.to(tl.int64)],
             (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
@@ -79,7 +79,7 @@ def _quad(at, inside, KIND: tl.constexpr):
             """{
             .reg .pred p;
             setp.ne.b32 p, $5, 0;
-            @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
+            @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
             }""",
             "=r,=r,=r,=r,l,r",
             [at.to(tl.int64), inside.to(tl.int32)],
@@ -96,7 +96,7 @@ def _quad(at, inside, KIND: tl.constexpr):
             mov.b32 $1, 0;
             mov.b32 $2, 0;
             mov.b32 $3, 0;
-            @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
+            @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
             }""",
             "=&r,=&r,=&r,=&r,l,r",
             [at.to(tl.int64), inside.to(tl.int32)],
@@ -104,7 +104,7 @@ def _quad(at, inside, KIND: tl.constexpr):
             True,
             1,
         )
-    elif KIND == "x":
+    elif KIND == "x, always":
         return tl.inline_asm_elementwise(
             "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l",
@@ -113,8 +113,21 @@ def _quad(at, inside, KIND: tl.constexpr):
             False,
             1,
         )
+    elif KIND == "x, rest":
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.b32 p, $5, 0;
+            @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=r,=r,=r,=r,l,r",
+            [at.to(tl.int64), inside.to(tl.int32)],
+            (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            False,
+            1,
+        )
     else:
-        tl.static_assert(KIND == "x or zeros")
+        tl.static_assert(KIND == "x, zeros")
         return tl.inline_asm_elementwise(
             """{
             .reg .pred p;
@@ -142,10 +155,9 @@ def _two(row, at, end):
 
 
 @triton.jit
-def _eight(row, at, more: tl.constexpr, end, EVEN: tl.constexpr, QUADS: tl.constexpr):
-    """Columns at + more .. + 7 of a row of x as four words; 0 from `end` on."""
+def _eight(row, at, more: tl.constexpr, end, QUADS: tl.constexpr, KIND: tl.constexpr):
+    """Columns at + more .. + 7 of a row of x as four words; 0 from `end` on, or see `_quad`."""
     if QUADS:
-        KIND: tl.constexpr = "x" if EVEN else "x or zeros"
         return _quad((row + at + more).to(tl.pointer_type(tl.uint32)), at + more < end, KIND)
     else:
         at += more
@@ -155,6 +167,23 @@ def _eight(row, at, more: tl.constexpr, end, EVEN: tl.constexpr, QUADS: tl.const
             _two(row, at + 4, end),
             _two(row, at + 6, end),
         )
+
+
+@triton.jit
+def _columns(
+    rows,
+    at,
+    more: tl.constexpr,
+    end,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+):
+    """A unit of the rows of x: 4 words for each fragment."""
+    words = ()
+    for f in tl.static_range(FRAGMENTS):
+        words += _eight(rows[f], at, more, end, QUADS, KIND)
+    return words
 
 
 @triton.jit
@@ -178,10 +207,10 @@ def _plain_pairs(word, offset, FORMAT: tl.constexpr, kind: tl.constexpr):
             number = ((word << (24 - 8 * n)).to(tl.int32, bitcast=True) >> 24).to(tl.float32)
         else:
             number = ((word >> (8 * (n % 4) + 4 * (n // 4))) & 15).to(tl.float32) - offset
-        numbers = numbers + (number,)
+        numbers += (number,)
     pairs = ()
     for n in tl.static_range(step_of(FORMAT) // 2):
-        pairs = pairs + (_pair(numbers[2 * n], numbers[2 * n + 1], kind),)
+        pairs += (_pair(numbers[2 * n], numbers[2 * n + 1], kind),)
     return pairs
 
 
@@ -397,7 +426,7 @@ def _words(at, unit, inside, FORMAT: tl.constexpr, KIND: tl.constexpr):
     STEP: tl.constexpr = step_of(FORMAT)
     words = ()
     for b in tl.static_range(8 // STEP):
-        words = words + _quad(at + (unit * (UNIT // STEP) + b) * 16, inside, KIND)
+        words += _quad(at + (unit * (UNIT // STEP) + b) * 16, inside, KIND)
     return words
 
 
@@ -429,10 +458,7 @@ def _factor(codes, ROW: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def _offset(codes, ROW: tl.constexpr, FORMAT: tl.constexpr, kind: tl.constexpr):
     """Of one of the 4 rows: what `_nibble_pairs` adds; in the interpreter what is subtracted."""
-    if FORMAT == "int4p":
-        less = (codes[0] >> (8 * ROW + 7)) & 1
-    else:
-        less = codes[0] * 0
+    less = (codes[0] >> (8 * ROW + 7)) & 1 if FORMAT == "int4p" else codes[0] * 0
     if _PLAIN:
         return 8.0 - less.to(tl.float32)
     elif kind == tl.bfloat16:
@@ -447,11 +473,20 @@ def _rows_of(words, codes, FORMAT: tl.constexpr, kind: tl.constexpr):
     rows = ()
     for r in tl.static_range(4):
         if step_of(FORMAT) == 8:
-            rows = rows + (_pairs(words[r], _offset(codes, r, FORMAT, kind), FORMAT, kind),)
+            rows += (_pairs(words[r], _offset(codes, r, FORMAT, kind), FORMAT, kind),)
         else:
             two = _pairs(words[r], 0, FORMAT, kind) + _pairs(words[4 + r], 0, FORMAT, kind)
-            rows = rows + (two,)
+            rows += (two,)
     return rows
+
+
+@triton.jit
+def _loads_stay_before():
+    """See tile_rows.py."""
+    if not _PLAIN:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1
+        )
 
 
 @triton.jit
@@ -464,7 +499,7 @@ def _products(rows, xs, sums, kind: tl.constexpr, FRAGMENTS: tl.constexpr):
             top, low = rows[2 * h], rows[2 * h + 1]
             part = sums[8 * f + 4 * h : 8 * f + 4 * h + 4]
             part = _product(top[0], low[0], top[1], low[1], x0, x1, part, kind)
-            result = result + _product(top[2], low[2], top[3], low[3], x2, x3, part, kind)
+            result += _product(top[2], low[2], top[3], low[3], x2, x3, part, kind)
     return result
 
 
@@ -474,7 +509,7 @@ def _scaled(sums, parts, codes, FORMAT: tl.constexpr, COUNT: tl.constexpr):
     result = ()
     for n in tl.static_range(COUNT):
         factor = _factor(codes, n // 4 % 2 * 2 + n // 2 % 2, FORMAT)
-        result = result + (sums[n] + factor * parts[n],)
+        result += (sums[n] + factor * parts[n],)
     return result
 
 
@@ -482,7 +517,7 @@ def _scaled(sums, parts, codes, FORMAT: tl.constexpr, COUNT: tl.constexpr):
 def _zeros(like, COUNT: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(COUNT):
-        zeros = zeros + (like.to(tl.float32) * 0.0,)
+        zeros += (like.to(tl.float32) * 0.0,)
     return zeros
 
 
@@ -494,7 +529,7 @@ def _joined(parts, COUNT: tl.constexpr):
     else:
         half = ()
         for n in tl.static_range(COUNT // 2):
-            half = half + (tl.join(parts[n], parts[n + COUNT // 2]),)
+            half += (tl.join(parts[n], parts[n + COUNT // 2]),)
         return _joined(half, COUNT // 2)
 
 
@@ -520,9 +555,10 @@ def tiles_times_tokens(
     SHARES: tl.constexpr,  # warps that share the columns of a tile
     PAIRS: tl.constexpr,  # of tiles, of a warp
     UNITS: tl.constexpr,  # of a warp in a step
+    HOLD: tl.constexpr,
     FRAGMENTS: tl.constexpr,
 ):
-    """[8 * FRAGMENTS, 32 * PAIRS * (WARPS / SHARES)] f32: rows of x times tiles, without row scales.
+    """f32 [8 * FRAGMENTS, 32 * PAIRS * WARPS / SHARES]: rows of x times tiles, without row scales.
 
     A step's words are loaded while the one before is multiplied, the first ones before x is waited
     for.
@@ -536,6 +572,8 @@ def tiles_times_tokens(
     CODE: tl.constexpr = _code_bytes(FORMAT)
     FIRST: tl.constexpr = "always" if EVEN else "zeros"
     NEXT: tl.constexpr = "rest" if EVEN else "zeros"
+    X_FIRST: tl.constexpr = "x, always" if EVEN else "x, zeros"
+    X_NEXT: tl.constexpr = "x, rest" if EVEN else "x, zeros"
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
     team = thread // 32 % TEAMS
@@ -546,24 +584,25 @@ def tiles_times_tokens(
         number = tl.minimum(tile + 2 * (team * PAIRS + p) + lane // 16, tiles - 1)
         in_block = lane // 4 % 4 * 4 + lane % 4 * (8 // step_of(FORMAT) * 16)
         at = data.to(tl.pointer_type(tl.uint32)) + number.to(tl.int64) * blocks * 16 + in_block
-        first_words = first_words + (at,)
+        first_words += (at,)
         at = data + scales_at + (number * groups).to(tl.int64) * CODE
-        first_codes = first_codes + (at + lane // 4 % 4 * (CODE // 4),)
+        first_codes += (at + lane // 4 % 4 * (CODE // 4),)
     words = ()
     codes = ()
     for u in tl.static_range(UNITS):
         inside = first + offset + u < end
         for p in tl.static_range(PAIRS):
-            words = words + (_words(first_words[p], first + offset + u, inside, FORMAT, FIRST),)
+            words += (_words(first_words[p], first + offset + u, inside, FORMAT, FIRST),)
             if FORMAT != "int8" and u % SPAN == 0:
                 at = first_codes[p] + ((first + offset) // OF_GROUP + u // OF_GROUP) * CODE
-                codes = codes + (_codes(at, inside, FORMAT, FIRST),)
+                codes += (_codes(at, inside, FORMAT, FIRST),)
     rows = ()  # of x; past the last one it is the last one again, whose sums are not stored
     for f in tl.static_range(FRAGMENTS):
         token = tl.minimum(lane // 4 + 8 * f, tokens - 1).to(tl.int64)
-        rows = rows + (x + token * stride_x + lane % 4 * 8,)
+        rows += (x + token * stride_x + lane % 4 * 8,)
     last = tl.minimum(cols, end * UNIT) - lane % 4 * 8
     wait_for_inputs()
+    xs = _columns(rows, (first + offset) * UNIT, 0, last, QUADS, X_FIRST, FRAGMENTS)
     acc = _zeros(thread, COUNT * PAIRS)
     parts = acc
     for start in tl.range(first, end, STEP, num_stages=1):
@@ -571,29 +610,33 @@ def tiles_times_tokens(
         following = ()
         their_codes = ()
         for u in tl.static_range(UNITS):
-            xs = ()
-            for f in tl.static_range(FRAGMENTS):
-                xs = xs + _eight(rows[f], unit * UNIT, u * UNIT, last, EVEN, QUADS)
+            if u + 1 < UNITS:
+                ahead = _columns(rows, unit * UNIT, (u + 1) * UNIT, last, QUADS, X_FIRST, FRAGMENTS)
+            else:
+                ahead = _columns(rows, (unit + STEP) * UNIT, 0, last, QUADS, X_NEXT, FRAGMENTS)
             there = unit + STEP < end if EVEN else unit + STEP + u < end
             summed = ()
             for p in tl.static_range(PAIRS):
                 code = codes[u // SPAN * PAIRS + p] if FORMAT != "int8" else ()
                 made = _rows_of(words[u * PAIRS + p], code, FORMAT, kind)
                 word_at = first_words[p] + (unit + STEP) * (UNIT // step_of(FORMAT) * 16)
-                following = following + (_words(word_at, u, there, FORMAT, NEXT),)
+                following += (_words(word_at, u, there, FORMAT, NEXT),)
+                if HOLD:
+                    _loads_stay_before()
                 part = parts[p * COUNT : (p + 1) * COUNT]
-                summed = summed + _products(made, xs, part, kind, FRAGMENTS)
+                summed += _products(made, xs, part, kind, FRAGMENTS)
             parts = summed
+            xs = ahead
             if FORMAT != "int8" and u % SPAN == SPAN - 1:
                 summed = ()
                 for p in tl.static_range(PAIRS):
                     code = codes[u // SPAN * PAIRS + p]
                     sums = acc[p * COUNT : (p + 1) * COUNT]
                     part = parts[p * COUNT : (p + 1) * COUNT]
-                    summed = summed + _scaled(sums, part, code, FORMAT, COUNT)
+                    summed += _scaled(sums, part, code, FORMAT, COUNT)
                     code_at = first_codes[p] + (unit + STEP) // OF_GROUP * CODE
                     code_at += u // OF_GROUP * CODE
-                    their_codes = their_codes + (_codes(code_at, there, FORMAT, NEXT),)
+                    their_codes += (_codes(code_at, there, FORMAT, NEXT),)
                 acc = summed
                 parts = _zeros(thread, COUNT * PAIRS)
         words = following
