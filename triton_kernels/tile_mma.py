@@ -187,16 +187,6 @@ def _columns(
 
 
 @triton.jit
-def _pair(low, high, kind: tl.constexpr):
-    """Two f32 as the halves of a word; they are numbers of `kind`."""
-    if kind == tl.bfloat16:
-        return (low.to(tl.uint32, bitcast=True) >> 16) | high.to(tl.uint32, bitcast=True)
-    else:
-        low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-        return low | (high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-
-
-@triton.jit
 def _plain_pairs(word, offset, FORMAT: tl.constexpr, kind: tl.constexpr):
     """What the PTX below does, in the interpreter: pairs of columns of a word, in their order."""
     numbers = ()
@@ -210,7 +200,9 @@ def _plain_pairs(word, offset, FORMAT: tl.constexpr, kind: tl.constexpr):
         numbers += (number,)
     pairs = ()
     for n in tl.static_range(step_of(FORMAT) // 2):
-        pairs += (_pair(numbers[2 * n], numbers[2 * n + 1], kind),)
+        low, high = numbers[2 * n].to(kind), numbers[2 * n + 1].to(kind)  # exact
+        low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+        pairs += (low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16),)
     return pairs
 
 
@@ -372,33 +364,48 @@ def _pairs(word, offset, FORMAT: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _half(word, HIGH: tl.constexpr, kind: tl.constexpr):
-    half = word >> 16 if HIGH else word
-    return half.to(tl.uint16).to(kind, bitcast=True).to(tl.float32)
+def _joined(parts, COUNT: tl.constexpr):
+    """COUNT = 2^n tensors [a] as one [a, 2, 2 ...]: the axes are the bits of a part's number."""
+    if COUNT == 1:
+        return parts[0]
+    else:
+        half = ()
+        for n in tl.static_range(COUNT // 2):
+            half += (tl.join(parts[n], parts[n + COUNT // 2]),)
+        return _joined(half, COUNT // 2)
 
 
 @triton.jit
-def _plain_rows(a, b, c, d, kind: tl.constexpr):
-    """Rows g of a product in the interpreter: (columns 2q, columns 2q + 1) of [a, b] @ [c, d].T"""
-    W: tl.constexpr = a.shape[0] // 32
-    total = tl.zeros([W, 8, 8], dtype=tl.float32)
-    for high in tl.static_range(2):
-        for wa, wb in ((a, c), (b, d)):
-            left = tl.reshape(_half(wa, high, kind), [W, 8, 1, 4])
-            total += tl.sum(left * tl.reshape(_half(wb, high, kind), [W, 1, 8, 4]), axis=3)
-    even, odd = tl.split(tl.reshape(total, [W, 8, 4, 2]))
-    return tl.reshape(even, [W * 32]), tl.reshape(odd, [W * 32])
+def _plain_columns(four, kind: tl.constexpr):
+    """Four words of each thread as f32 [warps, 8, 32]: what the 4 threads of a row have of it."""
+    words = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+    low = words.to(tl.uint16).to(kind, bitcast=True).to(tl.float32)
+    high = (words >> 16).to(tl.uint16).to(kind, bitcast=True).to(tl.float32)
+    return tl.reshape(tl.join(low, high), [four[0].shape[0] // 32, 8, 32])
+
+
+@triton.jit
+def _plain_products(rows, xs, sums, kind: tl.constexpr, FRAGMENTS: tl.constexpr):
+    """`_products` in the interpreter."""
+    left = ()
+    for r in tl.static_range(4):
+        left += (_plain_columns(rows[r], kind)[:, :, None, :],)
+    W: tl.constexpr = rows[0][0].shape[0] // 32
+    result = ()
+    for f in tl.static_range(FRAGMENTS):
+        right = _plain_columns(xs[4 * f : 4 * f + 4], kind)[:, None, :, :]
+        for r in tl.static_range(4):
+            total = tl.reshape(tl.sum(left[r] * right, axis=3), [W * 32, 2])
+            even, odd = tl.split(total)  # columns 2q and 2q + 1
+            result += (sums[8 * f + 2 * r] + even, sums[8 * f + 2 * r + 1] + odd)
+    return result
 
 
 @triton.jit
 def _product(a, b, c, d, x0, x1, sums, kind: tl.constexpr):
     """sums (4 of a thread) + 16 rows of weights [a, c; b, d] times 8 rows of x [x0, x1]."""
     s0, s1, s2, s3 = sums
-    if _PLAIN:
-        t0, t1 = _plain_rows(a, c, x0, x1, kind)
-        t2, t3 = _plain_rows(b, d, x0, x1, kind)
-        return s0 + t0, s1 + t1, s2 + t2, s3 + t3
-    elif kind == tl.bfloat16:
+    if kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
             "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
@@ -492,6 +499,8 @@ def _loads_stay_before():
 @triton.jit
 def _products(rows, xs, sums, kind: tl.constexpr, FRAGMENTS: tl.constexpr):
     """sums (8 for each fragment: rows 0 and 1, then rows 2 and 3) + a unit times the rows of x."""
+    if _PLAIN:
+        return _plain_products(rows, xs, sums, kind, FRAGMENTS)
     result = ()
     for f in tl.static_range(FRAGMENTS):
         x0, x1, x2, x3 = xs[4 * f : 4 * f + 4]
@@ -519,18 +528,6 @@ def _zeros(like, COUNT: tl.constexpr):
     for _ in tl.static_range(COUNT):
         zeros += (like.to(tl.float32) * 0.0,)
     return zeros
-
-
-@triton.jit
-def _joined(parts, COUNT: tl.constexpr):
-    """COUNT = 2^n tensors [a] as one [a, 2, 2 ...]: the axes are the bits of a part's number."""
-    if COUNT == 1:
-        return parts[0]
-    else:
-        half = ()
-        for n in tl.static_range(COUNT // 2):
-            half += (tl.join(parts[n], parts[n + COUNT // 2]),)
-        return _joined(half, COUNT // 2)
 
 
 @triton.jit
