@@ -3,22 +3,22 @@
 """Linear and gated MLP with packed weights: y = x @ w.T + b, and w2 @ (act(gate) * up).
 
 The value of a weight is what its bytes mean; x is taken as it is, but in the first form with 4-bit
-weights whose encoding says `rows=int8` (tile_bytes.py).  Three forms by the number of tokens:
+weights whose encoding says `rows=int8` (tile_bytes.py).  Forms by the number of tokens:
 
 1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
            (tile_rows.py).  Programs share the columns of few tiles, to fill the
            GPU; shares are added in their order.  A program's first words are on their way before
            it waits for x.  Floor: the packed bytes.
-2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
-           a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
-           a program share K (a batched product, summed at the end), so that a program may own few
-           rows.  An int4 weight takes 2 of its 4.1 instructions in bf16, 3.7 with all that comes
-           beside (the splitting of x into columns of a block, most of all).
-           Floor: the packed bytes.
+2..32      `_tokens`: words become operands of the matrix units in the registers that they were
+           loaded to (tile_mma.py), exactly; sums of a group take its scale.  Warps of a program,
+           and programs, share the columns of tiles.  2.0 instructions an int4 weight up to 8
+           tokens, 2.4 up to 16, 2.9 up to 32, where an H200's bandwidth leaves 4.1; int8 3.2 of
+           8.2.  Floor: the packed bytes.
+2..16      of float32: `_rows`: tiles are the right operand of a batched product in full precision.
 more       `unpack` into a scratch matrix, then the dense product.
            Floor: packed bytes read, dense bytes written and read; 2*T*N*K FLOPs.
 
-With gate_up the first two forms apply the activation to a pair of tiles before anything is stored.
+With gate_up the direct forms apply the activation to a pair of tiles before anything is stored.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def config_for(
 def _token_config(tokens: int, format: str) -> TokenConfig:
     if format == "int8":
         return TOKENS_INT8
-    return TOKENS_MANY if tokens > 16 else TOKENS
+    return TOKENS_MANY if tokens > 16 and format != "fp8" else TOKENS
 
 
 def _gate_up_config(format: str) -> TileConfig:

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Packed tiles times up to 32 rows of x on the matrix units, operands straight from memory.
 
@@ -12,13 +12,17 @@ g of x.  Which rows and columns these are is ours to say, and so a thread has
            of bytes; of x as many, one 16-byte load, too
 
 and nothing moves between threads.  Written with one number of a thread for each element of a
-tensor, [32 * WARPS]: element i is thread i's (`test_threads_keep_their_numbers`).
+tensor, [32 * WARPS]: element i is thread i's (`CompileCase.lockstep` sees to it).
 
-A weight becomes bf16 or float16 without rounding; the sums of a group take its scale.  Of two
-tiles and a unit a thread has 32 weights, and by count an instruction each
+A weight becomes bf16 or float16 without rounding; the sums of a group take its scale.  Of two tiles
+and a unit a thread has 32 weights; by the machine code for sm_90 a weight takes
 
-    int4   1.4 to unpack, 0.13 products for every 8 rows of x, 0.25 to scale their sums
-    int8   2.0 in bf16 (1.3 in float16), 0.13 products
+    int4   1.4 instructions to unpack, 0.25 for every 8 rows of x (products, scales of their sums)
+    int4p  1.9 and 0.25
+    int8   2.5 (float16: 1.3) and 0.13
+
+and 0.3 for addresses and loads.  The next step's words take the registers of those just unpacked:
+nothing is copied, and 16 bytes of every unit of a step are on their way at any time.
 """
 
 import torch
