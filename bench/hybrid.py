@@ -36,10 +36,12 @@ from synthetic_models import MODELS, CopiedWeights
 
 from ktgraph.analysis import cost_analysis
 from ktgraph.generate import Decoder, Endings, Limits
+from ktgraph.ir.graph import Module
 from ktgraph.ir.parser import parse_module
 from ktgraph.measured import timeline_events
 from ktgraph.pass_api import CompileOptions, PassContext
 from ktgraph.runtime.cache import CacheShape
+from ktgraph.runtime.gpu.executor import GpuExecutor
 from ktgraph.runtime.operands import WeightUse
 from ktgraph.runtime.packed import use_nbytes
 from ktgraph.runtime.plan import Plan
@@ -258,6 +260,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     hot = hot_share(runner, cell.context)
     if hot is not None:
         read = with_share(read, hot["share"])
+    expected = predicted(module, cell, threads, hbm, [b.dram for b in bursts])
     floors = [decode_floor(read, layers, max(b.dram, 1.0), hbm, deferred) for b in bursts]
     decode = [seconds for b in bursts for seconds in b.steps]
     median = statistics.median(decode)
@@ -270,6 +273,8 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "decode_tok_s": 1 / median,
         "decode_ms": median * 1e3,
         "decode_best_ms": min(decode) * 1e3,
+        "cpu_lane_ms": statistics.median(b.cpu for b in bursts) * 1e3,
+        "predicted": expected,
         "floor_ms": statistics.median(floors) * 1e3,
         "of_floor": statistics.median(of_floor),
         "generate_ms": {name: seconds * 1e3 for name, seconds in generate.items()},
@@ -283,6 +288,32 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "bytes": asdict(read),
         "handovers": handovers,
         "hot": hot,
+    }
+
+
+def predicted(
+    module: Module, cell: Cell, threads: int, hbm: float, dram: list[float]
+) -> dict[str, Any]:
+    """What the cost model says of the described machine with the bandwidths of this run."""
+    described = load_target(TARGET)
+    cpu = described.device("cpu")
+    rate = statistics.median(dram) / cpu.bandwidth_at(threads) or 1.0
+    curve = tuple((n, speed * rate) for n, speed in cpu.bandwidth)
+    measured = {
+        "cpu": replace(cpu, bandwidth=curve, threads=threads),
+        "cuda:0": replace(described.device("cuda:0"), bandwidth=((1, hbm),)),
+    }
+    target = replace(described, devices=tuple(measured.values()))
+    cost = cost_analysis(module, target)
+    decode, prefill = cost.at(T=1, S=cell.context), cost.at(T=cell.prompt)
+    lanes = {t.lane: t.seconds * 1e3 for t in decode.by_lane()}
+    bound = decode.limits[0]
+    return {
+        "decode_ms": decode.seconds * 1e3,
+        "cpu_lane_ms": lanes.get("cpu", 0.0),
+        "bound": f"{bound} {bound.seconds / decode.seconds:.0%}",
+        "prefill_tok_s": cell.prompt / prefill.seconds,
+        "prefill_bound": f"{prefill.limits[0]} {prefill.limits[0].seconds / prefill.seconds:.0%}",
     }
 
 
@@ -361,10 +392,20 @@ def prefill_seconds(runner: Runner, tokens: int, repeats: int = 4) -> list[float
 
 @dataclass(frozen=True)
 class Burst:
-    """Decode steps in a row, in seconds, and the mean of the DRAM readings around them, bytes/s."""
+    """Decode steps in a row, in seconds.
+
+    cpu: what the CPU's experts took of a step.  dram: mean of the readings around, bytes/s.
+    """
 
     steps: list[float]
+    cpu: float
     dram: float
+
+
+def cpu_seconds(runner: Runner) -> float:
+    """Time that the CPU has spent on the GPU's requests so far."""
+    executor = runner.executor
+    return executor.mailboxes.busy_seconds if isinstance(executor, GpuExecutor) else 0.0
 
 
 def decode_bursts(runner: Runner, context: int, dram: Callable[[], float]) -> list[Burst]:
@@ -377,13 +418,15 @@ def decode_bursts(runner: Runner, context: int, dram: Callable[[], float]) -> li
     before = dram()
     for _ in range(BURSTS):
         steps: list[float] = []
+        busy = cpu_seconds(runner)
         for token in _tokens(runner, SETTLE + BURST):
             start = time.perf_counter()
             logits = runner.forward([(seq, [token])])
             steps.append(time.perf_counter() - start)
             _checked(logits)
+        busy = (cpu_seconds(runner) - busy) / len(steps)
         after = dram()
-        found.append(Burst(steps[SETTLE:], (before + after) / 2))
+        found.append(Burst(steps[SETTLE:], busy, (before + after) / 2))
         before = after
     runner.close(seq)
     return found
@@ -413,23 +456,38 @@ def finished() -> dict[str, dict[str, Any]]:
 
 
 def table() -> str:
-    lines = [
-        "| cell | decode tok/s | ms | generate ms | floor ms | of floor | prefill tok/s | GPU GiB "
-        "| DRAM GB/s | HBM TB/s | hot |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    """In brackets: what the cost model says of the machine at the bandwidths of the run."""
+    heads = (
+        "cell", "decode tok/s", "ms", "CPU's experts ms", "bound", "generated ms", "floor ms",
+        "of floor", "prefill tok/s", "bound", "GPU GiB", "DRAM GB/s", "HBM TB/s", "hot",
+    )  # fmt: skip
+    rows = [heads, ["---" if n in (0, 4, 5, 9) else "---:" for n in range(len(heads))]]
+    rows += [_cells(r) for r in finished().values()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cells(r: dict[str, Any]) -> list[str]:
+    hot, expected = r.get("hot"), r.get("predicted", {})
+
+    def beside(value: str, key: str, form: str) -> str:
+        return f"{value} ({expected[key]:{form}})" if key in expected else value
+
+    return [
+        r["cell"],
+        f"{r['decode_tok_s']:.1f}",
+        beside(f"{r['decode_ms']:.2f}", "decode_ms", ".2f"),
+        beside(f"{r.get('cpu_lane_ms', 0.0):.2f}", "cpu_lane_ms", ".2f"),
+        expected.get("bound", "-"),
+        ", ".join(f"{k} {v:.2f}" for k, v in r.get("generate_ms", {}).items()),
+        f"{r['floor_ms']:.2f}",
+        f"{r['of_floor']:.0%}",
+        beside(f"{r['prefill_tok_s']:.0f}", "prefill_tok_s", ".0f") + f" of {r['prefill_tokens']}",
+        expected.get("prefill_bound", "-"),
+        f"{r['gpu_bytes'] / 2**30:.1f}",
+        f"{min(r['dram']) / 1e9:.0f} to {max(r['dram']) / 1e9:.0f}",
+        f"{r['hbm'] / 1e12:.2f}",
+        f"{hot['slots']:.0f}: {hot['share']:.0%}" if hot else "-",
     ]
-    for r in finished().values():
-        dram = f"{min(r['dram']) / 1e9:.0f} to {max(r['dram']) / 1e9:.0f}"
-        hot = r.get("hot")
-        shown = f"{hot['slots']:.0f}: {hot['share']:.0%}" if hot else "-"
-        steps = ", ".join(f"{k} {v:.2f}" for k, v in r.get("generate_ms", {}).items())
-        lines.append(
-            f"| {r['cell']} | {r['decode_tok_s']:.1f} | {r['decode_ms']:.2f} | {steps} "
-            f"| {r['floor_ms']:.2f} | {r['of_floor']:.0%} "
-            f"| {r['prefill_tok_s']:.0f} ({r['prefill_tokens']}) "
-            f"| {r['gpu_bytes'] / 2**30:.1f} | {dram} | {r['hbm'] / 1e12:.2f} | {shown} |"
-        )
-    return "\n".join(lines)
 
 
 def main() -> int:

@@ -83,6 +83,7 @@ double together(int threads, const std::function<void(int)>& work) {
 // ---- memory
 
 constexpr size_t kReadStep = 1024;  // bytes a read loop takes at once
+constexpr size_t kReadChunk = 1 << 20;
 
 struct Range {
   char* data;
@@ -103,7 +104,8 @@ void touch(uintptr_t data, size_t bytes, int threads) {
   });
 }
 
-// Bytes/s of each of `passes` passes over the buffer, by all threads together.
+// Bytes/s of each of `passes` passes over the buffer, by all threads together. Threads take chunks as
+// they come, as the engine's units: one whose core is busy otherwise does not make all of them wait.
 std::vector<double> read_bandwidth(uintptr_t data, size_t bytes, int threads, int passes) {
   if (data % 64 || bytes % kReadStep || bytes == 0)
     throw std::invalid_argument("read_bandwidth: 64-byte aligned data, a multiple of 1024 bytes");
@@ -113,9 +115,11 @@ std::vector<double> read_bandwidth(uintptr_t data, size_t bytes, int threads, in
   std::vector<double> found;
   std::atomic<long> keep{0};  // what was read, so that no compiler leaves it out
   for (int pass = 0; pass < passes; ++pass) {
-    const double seconds = together(threads, [&](int t) {
-      const Range part = part_of(reinterpret_cast<char*>(data), bytes, t, threads);
-      keep.fetch_xor(read(part.data, part.bytes));
+    std::atomic<size_t> next{0};
+    const double seconds = together(threads, [&](int) {
+      const char* base = reinterpret_cast<const char*>(data);
+      for (size_t at; (at = next.fetch_add(kReadChunk)) < bytes;)
+        keep.fetch_xor(read(base + at, std::min(kReadChunk, bytes - at)));
     });
     found.push_back(double(bytes) / seconds);
   }

@@ -71,7 +71,7 @@ DECODE_WIDE = DecodeConfig(down_warps=8)
 DECODE_INT8 = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
 DECODE_BYTES = DecodeConfig(gate_up_kb=128, gate_up_warps=8)
 DECODE_BYTES_WIDE = DecodeConfig(gate_up_kb=128, gate_up_warps=8, down_ahead=False)
-DECODE_BYTES_MANY = replace(DECODE_BYTES_WIDE, down_warps=8)  # two tokens or more
+DECODE_BYTES_MANY = DecodeConfig(down_warps=8, down_ahead=False)  # two tokens or more
 DECODE_F32 = DecodeConfig(down_warps=8, down_ahead=False)
 DECODE_FP8 = DecodeConfig(gate_up_kb=32, down_warps=8)  # scales take as many registers as words
 GATE_UP_SWEEP = (
@@ -149,7 +149,7 @@ def _decode_config(tokens: int, dtype: torch.dtype, w13: PackedWeight, width: in
 
 
 def _bytes_config(tokens: int, format: str, width: int) -> DecodeConfig:
-    """An int4p step loaded ahead takes too many registers, and pays only where tokens share it."""
+    """An int4p step of 128 blocks that is loaded ahead takes too many registers."""
     if tokens > 1:
         return DECODE_BYTES_MANY
     config = DECODE_BYTES_WIDE if width >= _WIDE else DECODE_BYTES

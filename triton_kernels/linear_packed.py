@@ -104,8 +104,14 @@ class TokenConfig:
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
 ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_SHALLOW = TileConfig(2, 64, 4, 1, ahead=True)  # of int8, and of bytes
-ROW_GATE_UP = TileConfig(2, 128, 8, 1, ahead=True)
-ROW_GATE_UP_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
+_FP8 = TileConfig(2, 64, 8, 1, ahead=True)  # scales take as many registers as words
+ROW_GATE_UP = {  # of up to _TILES, and of more
+    "int4": (ROW_BYTES, ROW_BYTES),
+    "int4p": (ROW_BYTES, ROW_BYTES),
+    "int8": (TileConfig(2, 64, 4, 1, ahead=True, splits=4), TileConfig(2, 64, 8, 1, splits=1)),
+    "fp8": (_FP8, _FP8),
+    "bytes": (ROW_BYTES, ROW_SHALLOW),
+}
 TOKENS = TokenConfig(4, 4, 1, 4)
 TOKENS_INT8 = TokenConfig(4, 4, 1, 2)  # as many bytes on their way
 TOKENS_MANY = TokenConfig(4, 4, 1, 2)  # sums take the registers
@@ -133,9 +139,9 @@ def config_for(
 ) -> TileConfig | TokenConfig:
     if tokens > 1:
         return ROWS_F32 if dtype == torch.float32 else _token_config(tokens, w.format)
-    if gate_up:
-        return _gate_up_config(w.format)
     bytes_ = w.rounds(dtype)
+    if gate_up:
+        return ROW_GATE_UP["bytes" if bytes_ else w.format][w.tiles > _TILES]
     if (bytes_ or w.format == "int8") and w.cols <= _SHALLOW and w.tiles >= 2 * _TILES:
         return ROW_SHALLOW
     return ROW_BYTES if bytes_ else ROW
@@ -145,10 +151,6 @@ def _token_config(tokens: int, format: str) -> TokenConfig:
     if format == "int8":
         return TOKENS_INT8
     return TOKENS_MANY if tokens > 16 and format != "fp8" else TOKENS
-
-
-def _gate_up_config(format: str) -> TileConfig:
-    return ROW_GATE_UP_FP8 if format == "fp8" else ROW_GATE_UP
 
 
 @cuda_kernel(
@@ -791,16 +793,26 @@ def _case(
 
 COMPILE_CASES = [
     *(
-        _case(format, dtype, _gate_up_config(format) if gate_up else ROW, 1, gate_up, even)
+        _case(format, dtype, ROW, 1, False, even)
         for format in FORMATS
-        for dtype, gate_up, even in (("bf16", False, True), ("bf16", True, False), ("fp32", 0, 0))
+        for dtype, even in (("bf16", True), ("fp32", False))
     ),
     *(
-        _case(format, dtype, ROW_GATE_UP if gate_up else ROW_BYTES, 1, gate_up, even, rounds=True)
-        for format in ("int4", "int4p")
-        for dtype, gate_up, even in (("bf16", 0, 1), ("fp16", 0, 0), ("bf16", 1, 1), ("bf16", 1, 0))
+        _case(format, "bf16", config, 1, True, even)
+        for format in FORMATS
+        for even, config in enumerate(ROW_GATE_UP[format])
     ),
-    *(_case(f, "bf16", ROW_SHALLOW, 1, False, True, rounds=True) for f in ("int4", "int4p")),
+    *(
+        _case(format, dtype, config, 1, gate_up, even, rounds=True)
+        for format in ("int4", "int4p")
+        for dtype, config, gate_up, even in (
+            ("bf16", ROW_BYTES, False, True),
+            ("fp16", ROW_BYTES, False, False),
+            ("bf16", ROW_SHALLOW, False, True),
+            ("bf16", ROW_GATE_UP["bytes"][0], True, False),
+            ("bf16", ROW_GATE_UP["bytes"][1], True, True),
+        )
+    ),
     _case("int8", "bf16", ROW_SHALLOW, 1, False, True),
     *(
         _case(format, dtype, _token_config(tokens, format), tokens, gate_up, even)
