@@ -37,7 +37,8 @@ class CompileCase:
     signature: argument name -> Triton type; ``:16`` behind it promises divisibility by 16, as in
     "*bf16:16" and "i32:16".  constants: the constexpr arguments.  capabilities: which GPUs it is
     shipped for.  stack: bytes of local memory that a thread may take, where that measured faster
-    than any configuration without.
+    than any configuration without.  lockstep: inline PTX is right only where element i of every
+    tensor that it meets is held by thread i alone (`mma.sync` joins the numbers of a warp).
     """
 
     kernel: Any
@@ -48,6 +49,7 @@ class CompileCase:
     num_stages: int = 3
     capabilities: Sequence[int] = CAPABILITIES
     stack: int = 0
+    lockstep: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         "launch_pdl": capability >= 10 * LEAST_CAPABILITY[0],
     }
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if case.lockstep:
+        _check_threads(made.asm["ttgir"])
     usage = _resources(made.asm["cubin"])
     return Usage(
         case.name,
@@ -94,6 +98,17 @@ def compile_case(case: CompileCase, capability: int) -> Usage:
         case.stack,
         made.asm["ptx"].count("griddepcontrol.wait"),
     )
+
+
+def _check_threads(ttgir: str) -> None:
+    """That Triton gave all tensors of inline PTX the layout: element i for thread i."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", ttgir, re.MULTILINE))
+    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line]
+    used = {name for line in lines for name in re.findall(r"tensor<[^>]*, (#[^>]*)>", line)}
+    wanted = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = "
+    if not used or any(not layouts.get(name, name).lstrip("{").startswith(wanted) for name in used):
+        found = {name: layouts.get(name) for name in used}
+        raise ValueError(f"inline PTX of a warp needs element i in thread i, Triton chose {found}")
 
 
 def _source_of(kernel: Any) -> Any:

@@ -3,22 +3,25 @@
 """Linear and gated MLP with packed weights: y = x @ w.T + b, and w2 @ (act(gate) * up).
 
 The value of a weight is what its bytes mean; x is taken as it is, but in the first form with 4-bit
-weights whose encoding says `rows=int8` (tile_bytes.py).  Three forms by the number of tokens:
+weights whose encoding says `rows=int8` (tile_bytes.py).  Forms by the number of tokens:
 
 1          `_row`: every program multiplies TILES tiles with the row of x, without matrix units
            (tile_rows.py).  Programs share the columns of few tiles, to fill the
            GPU; shares are added in their order.  A program's first words are on their way before
            it waits for x.  Floor: the packed bytes.
-2..32      `_rows`: tiles become 16-bit operands of the matrix units in registers, rounded once, as
-           a dense copy of the weight would be.  x is the left operand [16 or 32, K].  The warps of
-           a program share K (a batched product, summed at the end), so that a program may own few
-           rows.  An int4 weight takes 2 of its 4.1 instructions in bf16, 3.7 with all that comes
-           beside (the splitting of x into columns of a block, most of all).
-           Floor: the packed bytes.
+2..16      `_tokens`: words become operands of the matrix units in the registers that they were
+           loaded to (tile_mma.py), exactly; sums of a group take its scale.  Warps of a program,
+           and programs, share the columns of tiles.  2.0 instructions an int4 weight up to 8
+           tokens, 2.4 up to 16, where an H200's bandwidth leaves 4.1; int8 3.2 of 8.2.  For 10,240
+           x 8,192 that took (4 and 16 tokens, `_rows` in brackets) int8 25 (36) and 28 us (37),
+           int4 21 (37) and 28 (33), int4p 23 (52) and 36 (48).  Floor: the packed bytes.
+17..32     `_rows`: tiles become 16-bit operands by way of shared memory, rounded once, as a dense
+           copy of the weight would be; int4 43 us, `_tokens` 56.  So do 9..16 rows of x and wide
+           weights of few columns, and 2..16 rows of float32, in full precision.
 more       `unpack` into a scratch matrix, then the dense product.
            Floor: packed bytes read, dense bytes written and read; 2*T*N*K FLOPs.
 
-With gate_up the first two forms apply the activation to a pair of tiles before anything is stored.
+With gate_up the direct forms apply the activation to a pair of tiles before anything is stored.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from ktgraph.triton_kernels.registry import cuda_kernel
 from ktgraph.triton_kernels.rounding import rounded, through
 from ktgraph.triton_kernels.silu_mul import gated_mul
 from ktgraph.triton_kernels.tile_bytes import in_quads
+from ktgraph.triton_kernels.tile_mma import in_octets, tiles_times_tokens
 from ktgraph.triton_kernels.tile_rows import gate_and_up, tiles_times_rows
 from ktgraph.triton_kernels.tile_words import (
     group_scale,
@@ -56,6 +60,7 @@ from ktgraph.triton_kernels.tile_words import (
 from ktgraph.triton_kernels.unpack import unpack
 
 _TILES = 640  # that fill an H200, with a program's columns shared or not
+_WARPS = 2560  # that fill an H200 where a thread takes 96 to 128 registers
 _SHALLOW = 2048  # columns of a matrix whose programs end before many warps pay
 
 
@@ -77,6 +82,29 @@ class TileConfig:
     splits: int = 0
 
 
+@dataclass(frozen=True)
+class TokenConfig:
+    """Of `_tokens`.
+
+    warps: of which `shares` share the columns of a tile.
+    pairs: of tiles, units: of 32 columns, of a warp in a step.
+    splits: as in TileConfig.
+    hold: a step's loads are issued one by one while the step before is multiplied.
+    """
+
+    warps: int
+    shares: int
+    pairs: int
+    units: int
+    splits: int = 0
+    hold: bool = True
+
+    @property
+    def tiles(self) -> int:
+        """Of a program."""
+        return 2 * self.pairs * self.warps // self.shares
+
+
 ROW = TileConfig(1, 128, 8, 1, ahead=True)
 ROW_BYTES = TileConfig(2, 128, 8, 1, ahead=True)
 ROW_SHALLOW = TileConfig(2, 64, 4, 1, ahead=True)  # of int8, and of bytes
@@ -88,6 +116,9 @@ ROW_GATE_UP = {  # of up to _TILES, and of more
     "fp8": (_FP8, _FP8),
     "bytes": (ROW_BYTES, ROW_SHALLOW),
 }
+TOKENS = TokenConfig(4, 4, 1, 4)  # up to 8
+TOKENS_16 = TokenConfig(4, 4, 1, 2)  # more sums take the registers
+TOKENS_16_BYTES = TokenConfig(8, 4, 1, 2)  # of int8 and fp8
 ROWS = TileConfig(2, 16, 4, 3)
 ROWS_F16 = TileConfig(2, 16, 4, 2)  # a third stage spills 8 bytes of int8
 ROWS_F32 = TileConfig(1, 16, 4, 1)  # two tiles spill: no pair of gate and up
@@ -95,9 +126,11 @@ ROW_SWEEP = tuple(
     TileConfig(tiles, 16 * warps, warps, 1, ahead=ahead, splits=splits)
     for tiles, warps, ahead, splits in product((1, 2), (4, 8), (True, False), (0, 1, 2, 4))
 )
-ROWS_SWEEP = tuple(
-    TileConfig(tiles, kb, warps, stages)
-    for tiles, kb, warps, stages in product((1, 2, 4), (16,), (2, 4, 8), (2, 3, 4))
+TOKENS_SWEEP = tuple(
+    TokenConfig(warps, shares, pairs, units, splits)
+    for (warps, shares), pairs, units, splits in product(
+        ((4, 4), (8, 8), (4, 2)), (1, 2), (2, 4), (1, 2, 4)
+    )
 )
 
 
@@ -106,15 +139,36 @@ def most_direct(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else MOST_DIRECT
 
 
-def config_for(tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool) -> TileConfig:
+def config_for(
+    tokens: int, dtype: torch.dtype, w: PackedWeight, *, gate_up: bool
+) -> TileConfig | TokenConfig:
     if tokens > 1:
-        return {torch.float32: ROWS_F32, torch.float16: ROWS_F16}.get(dtype, ROWS)
+        return _config_for_rows(tokens, dtype, w)
     bytes_ = w.rounds(dtype)
     if gate_up:
         return ROW_GATE_UP["bytes" if bytes_ else w.format][w.tiles > _TILES]
-    if (bytes_ or w.format == "int8") and w.cols <= _SHALLOW and w.tiles >= 2 * _TILES:
+    if (bytes_ or w.format == "int8") and _is_shallow(w):
         return ROW_SHALLOW
     return ROW_BYTES if bytes_ else ROW
+
+
+def _config_for_rows(tokens: int, dtype: torch.dtype, w: PackedWeight) -> TileConfig | TokenConfig:
+    """Beyond 16 tokens sums leave too few registers for words on their way."""
+    if dtype == torch.float32:
+        return ROWS_F32
+    if tokens > 16 or (tokens > 8 and _is_shallow(w)):
+        return ROWS_F16 if dtype == torch.float16 else ROWS
+    return _token_config(tokens, w.format)
+
+
+def _token_config(tokens: int, format: str) -> TokenConfig:
+    if tokens <= 8:
+        return TOKENS
+    return TOKENS_16_BYTES if format in ("int8", "fp8") else TOKENS_16
+
+
+def _is_shallow(w: PackedWeight) -> bool:
+    return w.cols <= _SHALLOW and w.tiles >= 2 * _TILES
 
 
 @cuda_kernel(
@@ -135,7 +189,7 @@ def linear_packed(
     b: torch.Tensor | None = None,
     *,
     out: tuple[torch.Tensor],
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     (y,) = out
     if x.shape[0] > most_direct(x.dtype):
@@ -163,7 +217,7 @@ def swiglu_packed(
     *,
     out: tuple[torch.Tensor],
     act: str,
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     (y,) = out
     tokens = x.shape[0]
@@ -194,7 +248,7 @@ def product_of_tiles(
     y: torch.Tensor,
     *,
     act: str | None,
-    config: TileConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     """y[T, rows] = x @ w.T + b; with `act` y[T, rows / 2] = act(gate) * up (w is gate_up)."""
     assert w.count == 1
@@ -204,24 +258,12 @@ def product_of_tiles(
     assert act is None or (w.gate_up and b is None)
     tokens = x.shape[0]
     tile = config or config_for(tokens, x.dtype, w, gate_up=act is not None)
-    step = tile.kb if tokens == 1 else tile.kb * tile.warps
-    whole = w.blocks % step == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
-    programs = triton.cdiv(w.tiles, tile.tiles)
-    grid, kernel = (programs,), _rows
-    extra: dict[str, Any] = {"BLOCK_T": 16 if tokens <= 16 else 32, "SPLIT": tile.warps}
-    if tokens == 1:
-        steps = triton.cdiv(w.blocks, tile.kb)
-        splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
-        grid, kernel = (programs, splits), _row
-        extra = {
-            "AHEAD": tile.ahead,
-            "BYTES": w.rounds(x.dtype),
-            "QUADS": in_quads(x),
-            "SPLITS": splits,
-            "share": triton.cdiv(steps, splits) * tile.kb,
-            "parts": x.new_empty(programs * splits * tile.tiles * 16, dtype=torch.float32),
-            "counters": counters(programs, x.device) if splits > 1 else None,
-        }
+    if isinstance(tile, TokenConfig):
+        grid, kernel, extra = _tokens_launch(x, w, tile)
+    elif tokens == 1:
+        grid, kernel, extra = _row_launch(x, w, tile)
+    else:
+        grid, kernel, extra = _rows_launch(x, w, tile)
     kernel[grid](
         x,
         w.data,
@@ -242,14 +284,77 @@ def product_of_tiles(
         GATE_UP=w.gate_up,
         ACT=act or "",
         HAS_BIAS=b is not None,
-        EVEN=whole,
-        TILES=tile.tiles,
-        KB=tile.kb,
-        STAGES=tile.stages,
         num_warps=tile.warps,
         **extra,
         **dependent_launch(),
     )
+
+
+_Launch = tuple[tuple[int, ...], Any, dict[str, Any]]
+
+
+def _row_launch(x: torch.Tensor, w: PackedWeight, tile: TileConfig) -> _Launch:
+    programs, steps = triton.cdiv(w.tiles, tile.tiles), triton.cdiv(w.blocks, tile.kb)
+    splits = min(tile.splits, steps) or splits_of(w.tiles, steps)
+    whole = w.blocks % tile.kb == 0 and w.blocks * w.step == w.cols and w.tiles % tile.tiles == 0
+    extra = {
+        "EVEN": whole,
+        "TILES": tile.tiles,
+        "KB": tile.kb,
+        "STAGES": tile.stages,
+        "AHEAD": tile.ahead,
+        "BYTES": w.rounds(x.dtype),
+        "QUADS": in_quads(x),
+        "SPLITS": splits,
+        "share": triton.cdiv(steps, splits) * tile.kb,
+        **_shared_sums(programs, splits, tile.tiles * 16, x.device),
+    }
+    return (programs, splits), _row, extra
+
+
+def _tokens_launch(x: torch.Tensor, w: PackedWeight, tile: TokenConfig) -> _Launch:
+    programs = triton.cdiv(w.tiles, tile.tiles)
+    units, step = w.blocks * w.step // 32, tile.shares * tile.units
+    steps = triton.cdiv(units, step)
+    splits = min(tile.splits, steps) or token_splits(programs * tile.warps, steps)
+    share = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, share)  # none without columns
+    fragments = triton.next_power_of_2(triton.cdiv(x.shape[0], 8))
+    extra = {
+        "EVEN": units % step == 0,
+        "QUADS": in_octets(x),
+        "WARPS": tile.warps,
+        "SHARES": tile.shares,
+        "PAIRS": tile.pairs,
+        "UNITS": tile.units,
+        "HOLD": tile.hold,
+        "FRAGMENTS": fragments,
+        "SPLITS": splits,
+        "share": share * step,
+        **_shared_sums(programs, splits, fragments * 8 * tile.tiles * 16, x.device),
+    }
+    return (programs, splits), _tokens, extra
+
+
+def _rows_launch(x: torch.Tensor, w: PackedWeight, tile: TileConfig) -> _Launch:
+    whole = w.blocks % (tile.kb * tile.warps) == 0 and w.tiles % tile.tiles == 0
+    extra = {
+        "EVEN": whole and w.blocks * w.step == w.cols,
+        "TILES": tile.tiles,
+        "KB": tile.kb,
+        "STAGES": tile.stages,
+        "BLOCK_T": 16 if x.shape[0] <= 16 else 32,
+        "SPLIT": tile.warps,
+    }
+    return (triton.cdiv(w.tiles, tile.tiles),), _rows, extra
+
+
+def _shared_sums(programs: int, splits: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Where programs that share columns put `size` sums each, and how many have arrived."""
+    if splits == 1:
+        return {"parts": None, "counters": None}
+    parts = torch.empty(programs * splits * size, dtype=torch.float32, device=device)
+    return {"parts": parts, "counters": counters(programs, device)}
 
 
 def splits_of(tiles: int, steps: int) -> int:
@@ -258,6 +363,11 @@ def splits_of(tiles: int, steps: int) -> int:
     The next kernel's programs fill what the last wave leaves free.
     """
     return max(n for n in (1, 2, 4) if n == 1 or (tiles * n <= _TILES and 2 * steps >= 3 * n))
+
+
+def token_splits(warps: int, steps: int) -> int:
+    """Programs that share the columns of tiles in `_tokens`, which take `warps` without sharing."""
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (warps * n <= _WARPS and steps >= 2 * n))
 
 
 @triton.jit
@@ -322,21 +432,139 @@ def _row(
         True,
     )
     acc = tl.reshape(acc, [1, TILES * 16])
-    token = tl.arange(0, 1)
+    _finish(
+        acc,
+        parts,
+        counters,
+        bias,
+        y,
+        tokens,
+        rows,
+        stride_y,
+        GATE_UP,
+        ACT,
+        HAS_BIAS,
+        TILES,
+        SPLITS,
+    )
+
+
+@triton.jit
+def _finish(
+    acc,  # [BLOCK_T, TILES * 16] f32, without what other programs have of it
+    parts,
+    counters,
+    bias,
+    y,
+    tokens,
+    rows,
+    stride_y,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    BLOCK_T: tl.constexpr = acc.shape[0]
+    SIZE: tl.constexpr = BLOCK_T * TILES * 16
+    token = tl.arange(0, BLOCK_T)
     if SPLITS == 1:
         _store(acc, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
     else:
         # The program that comes last adds all shares, in their order.
-        at = parts + tl.program_id(0) * (SPLITS * TILES * 16) + tl.arange(0, TILES * 16)[None, :]
-        tl.store(at + split * (TILES * 16), acc)
+        at = token[:, None] * (TILES * 16) + tl.arange(0, TILES * 16)[None, :]
+        at = parts + tl.program_id(0).to(tl.int64) * (SPLITS * SIZE) + at
+        tl.store(at + tl.program_id(1) * SIZE, acc)
         tl.debug_barrier()
         arrived = counters + tl.program_id(0)
         if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrived, 0)
-            total = tl.zeros([1, TILES * 16], dtype=tl.float32)
+            total = tl.zeros([BLOCK_T, TILES * 16], dtype=tl.float32)
             for n in tl.static_range(SPLITS):
-                total += tl.load(at + n * (TILES * 16), cache_modifier=".cg")
+                total += tl.load(at + n * SIZE, cache_modifier=".cg")
             _store(total, token, bias, y, tokens, rows, stride_y, GATE_UP, ACT, HAS_BIAS, TILES)
+
+
+@triton.jit
+def _tokens(
+    x,
+    data,
+    bias,
+    y,
+    tokens,
+    rows,
+    cols,
+    blocks,
+    tiles,
+    groups,
+    scales_at,
+    row_scales_at,
+    stride_x,
+    stride_y,
+    share,
+    parts,
+    counters,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    QUADS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HOLD: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    start_dependents()
+    TILES: tl.constexpr = 2 * PAIRS * (WARPS // SHARES)
+    first, split = tl.program_id(0) * TILES, tl.program_id(1)
+    acc = tiles_times_tokens(
+        x,
+        stride_x,
+        tokens,
+        data,
+        first,
+        tiles,
+        cols,
+        split * share,
+        tl.minimum((split + 1) * share, blocks * step_of(FORMAT) // 32),
+        blocks,
+        groups,
+        scales_at,
+        FORMAT,
+        GROUP,
+        EVEN,
+        QUADS,
+        WARPS,
+        SHARES,
+        PAIRS,
+        UNITS,
+        HOLD,
+        FRAGMENTS,
+    )
+    if has_row_scales(FORMAT):
+        n = tl.arange(0, TILES * 16)
+        at = first * 16 + n
+        acc *= row_scales(data + row_scales_at, at, at < tiles * 16)[None, :]
+    _finish(
+        acc,
+        parts,
+        counters,
+        bias,
+        y,
+        tokens,
+        rows,
+        stride_y,
+        GATE_UP,
+        ACT,
+        HAS_BIAS,
+        TILES,
+        SPLITS,
+    )
 
 
 @triton.jit
@@ -522,41 +750,47 @@ _TYPES = {
 def _case(
     format: str,
     dtype: str,
-    config: TileConfig,
-    block_t: int,
+    config: TileConfig | TokenConfig,
+    tokens: int,
     gate_up: bool,
     even: bool,
     rounds: bool = False,
 ) -> CompileCase:
-    kernel = _rows if block_t > 1 else _row
-    constants = {
+    splits = 1 if even else 2
+    sums = {"parts": None, "counters": None} if splits == 1 else {}
+    constants: dict[str, Any] = {
         "FORMAT": format,
         "GROUP": GROUPS[format],
         "GATE_UP": gate_up,
         "ACT": "silu" if gate_up else "",
         "HAS_BIAS": not gate_up,
         "EVEN": even,
-        "TILES": config.tiles,
-        "KB": config.kb,
-        "STAGES": config.stages,
     }
-    if block_t > 1:
-        constants |= {"BLOCK_T": block_t, "SPLIT": config.warps}
+    if isinstance(config, TokenConfig):
+        kernel, stages = _tokens, 1
+        constants |= {"QUADS": even, "WARPS": config.warps, "SHARES": config.shares, **sums}
+        constants |= {"PAIRS": config.pairs, "UNITS": config.units, "HOLD": config.hold}
+        constants |= {"FRAGMENTS": tokens // 8, "SPLITS": splits}
     else:
-        splits = 1 if even else 2
-        constants |= {"AHEAD": config.ahead, "BYTES": rounds, "QUADS": even, "SPLITS": splits}
-        constants |= {"counters": None} if splits == 1 else {}
+        kernel, stages = _rows if tokens > 1 else _row, config.stages
+        constants |= {"TILES": config.tiles, "KB": config.kb, "STAGES": stages}
+        if tokens > 1:
+            constants |= {"BLOCK_T": tokens, "SPLIT": config.warps}
+        else:
+            constants |= {"AHEAD": config.ahead, "BYTES": rounds, "QUADS": even}
+            constants |= {"SPLITS": splits, **sums}
     pointers = {n: f"*{dtype}:16" for n in ("x", "bias", "y")}
     types = {**_TYPES, **pointers}
     form = f"{'gate_up' if gate_up else 'linear'} {'even' if even else 'odd'}"
     form += " bytes" if rounds else ""
     return CompileCase(
         kernel,
-        f"linear_packed T={block_t} {format} {dtype} {form}",
+        f"linear_packed T={tokens} {format} {dtype} {form}",
         {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants},
         constants,
         config.warps,
-        config.stages,
+        stages,
+        lockstep=kernel is _tokens,
     )
 
 
@@ -583,23 +817,34 @@ COMPILE_CASES = [
         )
     ),
     _case("int8", "bf16", ROW_SHALLOW, 1, False, True),
-    *(_case(format, "bf16", ROWS, 16, True, True) for format in FORMATS),
-    *(_case(format, "bf16", ROWS, 32, False, False) for format in FORMATS),
-    *(_case(format, "fp16", ROWS_F16, 16, False, True) for format in FORMATS),
+    *(
+        _case(format, dtype, _token_config(tokens, format), tokens, gate_up, even)
+        for format in FORMATS
+        for dtype, tokens, gate_up, even in (
+            ("bf16", 8, False, True),
+            ("bf16", 16, True, True),
+            ("fp16", 16, False, False),
+        )
+    ),
+    *(_case(format, "bf16", ROWS, 32, up, up) for format in FORMATS for up in (False, True)),
+    *(_case(format, "fp16", ROWS_F16, 32, False, True) for format in FORMATS),
     *(_case(format, "fp32", ROWS_F32, 16, False, False) for format in FORMATS),
 ]
 
 __all__ = [
     "ROW",
     "ROWS",
-    "ROWS_SWEEP",
     "ROW_BYTES",
     "ROW_SHALLOW",
     "ROW_SWEEP",
+    "TOKENS",
+    "TOKENS_SWEEP",
     "TileConfig",
+    "TokenConfig",
     "config_for",
     "linear_packed",
     "most_direct",
     "product_of_tiles",
     "swiglu_packed",
+    "token_splits",
 ]

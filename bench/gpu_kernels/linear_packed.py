@@ -15,8 +15,9 @@ from bench.gpu_kernels import Case
 from bench.gpu_kernels._packed_bytes import random_packed, sets_beyond_l2
 from ktgraph.triton_kernels.linear_packed import (
     ROW_SWEEP,
-    ROWS_SWEEP,
+    TOKENS_SWEEP,
     TileConfig,
+    TokenConfig,
     linear_packed,
     product_of_tiles,
 )
@@ -47,7 +48,7 @@ def stored(shape: str, format: str, group: int) -> list[PackedWeight]:
 
 
 def case(
-    shape: str, format: str, group: int, tokens: int, config: TileConfig | None = None
+    shape: str, format: str, group: int, tokens: int, config: TileConfig | TokenConfig | None = None
 ) -> Case:
     rows, cols = SHAPES[shape]
     weights = stored(shape, format, group)
@@ -134,10 +135,11 @@ def sweep() -> list[Case]:
     found = [case(shape, "int8", 0, 1, c) for shape in wide for c in ROW_SWEEP]
     for shape in ("10240x8192", "V2-Lite qkv_a"):
         found += [case(shape, "int4", 64, 1, c) for c in ROW_SWEEP]
-        found += [case(shape, "int4", 64, 16, c) for c in ROWS_SWEEP]
+        found += [case(shape, "int4", 64, t, c) for t in (4, 16) for c in TOKENS_SWEEP]
+    found += [case("10240x8192", "int8", 0, t, c) for t in (4, 16) for c in TOKENS_SWEEP]
     for shape in ("10240x8192", "V3 o"):
         found += [case(shape, "fp8", 128, 1, c) for c in ROW_SWEEP]
-        found += [case(shape, "fp8", 128, 16, c) for c in ROWS_SWEEP]
+        found += [case(shape, "fp8", 128, 16, c) for c in TOKENS_SWEEP]
     return found
 
 

@@ -15,7 +15,6 @@ STACK_OF_3_7 = {
     ("sdpa_prefill fp32 A=128", 86): 16,
     ("sdpa_prefill fp32 A=128", 89): 16,
     ("sdpa_prefill fp32 A=256 window softcap sinks", 120): 8,
-    ("linear_packed T=16 fp8 bf16 gate_up even", 120): 16,
 }
 KNOWN_STACK = STACK_OF_3_7 if triton.__version__.startswith("3.7.") else {}
 
