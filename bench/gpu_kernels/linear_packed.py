@@ -13,15 +13,10 @@ import torch.nn.functional as F
 
 from bench.gpu_kernels import Case
 from bench.gpu_kernels._packed_bytes import random_packed, sets_beyond_l2
-from ktgraph.triton_kernels.linear_packed import (
-    ROW_SWEEP,
-    TOKENS_SWEEP,
-    TileConfig,
-    TokenConfig,
-    linear_packed,
-    product_of_tiles,
-)
+from ktgraph.triton_kernels.linear_packed import Config, linear_packed, product_of_tiles
 from ktgraph.triton_kernels.packed import PackedWeight
+from ktgraph.triton_kernels.packed_row import ROW_SWEEP
+from ktgraph.triton_kernels.packed_tokens import TOKENS_SWEEP
 from ktgraph.triton_kernels.unpack import unpack
 
 SHAPES = {  # rows, cols
@@ -47,9 +42,7 @@ def stored(shape: str, format: str, group: int) -> list[PackedWeight]:
     return [random_packed(format, rows, cols, group=group) for _ in range(sets)]
 
 
-def case(
-    shape: str, format: str, group: int, tokens: int, config: TileConfig | TokenConfig | None = None
-) -> Case:
+def case(shape: str, format: str, group: int, tokens: int, config: Config | None = None) -> Case:
     rows, cols = SHAPES[shape]
     weights = stored(shape, format, group)
     x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)

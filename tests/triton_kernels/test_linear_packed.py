@@ -8,13 +8,15 @@ from tile_weights import FORMATS, packed
 
 from ktgraph.ops import op_def
 from ktgraph.triton_kernels.linear_packed import (
-    TileConfig,
-    TokenConfig,
+    Config,
     linear_packed,
     product_of_tiles,
     swiglu_packed,
 )
 from ktgraph.triton_kernels.packed_forms import MOST_DIRECT
+from ktgraph.triton_kernels.packed_row import RowConfig
+from ktgraph.triton_kernels.packed_rows import RowsConfig
+from ktgraph.triton_kernels.packed_tokens import TokenConfig
 from ktgraph.triton_kernels.tile_bytes import in_quads
 from ktgraph.triton_kernels.tile_mma import in_octets
 from tests.triton_kernels.close import DTYPES, check, poisoned, strided
@@ -148,6 +150,12 @@ def test_rows_behind_the_last_one_are_not_read(device: torch.device) -> None:
     check(y, reference("nn.linear", wide[:3, :200].float(), values).to(y.dtype), BOUND)
 
 
+def test_no_tokens(device: torch.device) -> None:
+    w, _ = packed(torch.randn(32, 64), "int4", 32, device)
+    x, y = (torch.empty(0, n, device=device).bfloat16() for n in (64, 32))
+    linear_packed(x, w, out=(y,))
+
+
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_of_many_tokens(format: str, group: int, bias: bool, device: torch.device) -> None:
@@ -170,13 +178,13 @@ def test_rows_of_gate_and_up_tiles_are_put_in_order(tokens: int, device: torch.d
 
 
 @pytest.mark.parametrize(("tokens", "config"), [
-    (1, TileConfig(4, 32, 2, 1)), (1, TileConfig(8, 128, 8, 3)),
-    (1, TileConfig(1, 16, 2, 1, ahead=True)), (1, TileConfig(2, 64, 4, 1, ahead=True)),
-    (3, TileConfig(1, 16, 2, 2)), (3, TileConfig(2, 16, 2, 3)),
+    (1, RowConfig(4, 32, 2, 1)), (1, RowConfig(8, 128, 8, 3)),
+    (1, RowConfig(1, 16, 2, 1, ahead=True)), (1, RowConfig(2, 64, 4, 1, ahead=True)),
+    (3, RowsConfig(1, 16, 2, 2)), (3, RowsConfig(2, 16, 2, 3)),
 ])  # fmt: skip
 @pytest.mark.parametrize(("format", "group"), [("int8", 0), ("int4", 64), ("int4p", 64)])
 def test_configs(
-    format: str, group: int, tokens: int, config: TileConfig, device: torch.device
+    format: str, group: int, tokens: int, config: Config, device: torch.device
 ) -> None:
     w, values = packed(torch.randn(77, 530), format, group, device, row_form="int8")
     for dtype in (torch.float32, torch.bfloat16) if tokens == 1 else (torch.float32,):
