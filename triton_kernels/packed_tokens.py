@@ -41,32 +41,27 @@ _WARPS = 2560  # that fill an H200 where a thread takes 96 to 128 registers
 class TokenConfig:
     """warps: of which `shares` share the columns of a tile.
 
-    pairs: of tiles, units: of 32 columns, of a warp in a step.
+    units: of 32 columns, of a warp in a step.
     splits: programs that share a tile's columns; 0: by `token_splits`.
-    hold: a step's loads are issued one by one while the step before is multiplied.
     """
 
     warps: int
     shares: int
-    pairs: int
     units: int
     splits: int = 0
-    hold: bool = True
 
     @property
     def tiles(self) -> int:
         """Of a program."""
-        return 2 * self.pairs * self.warps // self.shares
+        return 2 * self.warps // self.shares
 
 
-TOKENS = TokenConfig(4, 4, 1, 4)  # up to 8
-TOKENS_16 = TokenConfig(4, 4, 1, 2)  # more sums take the registers
-TOKENS_16_BYTES = TokenConfig(8, 4, 1, 2)  # of int8 and fp8
+TOKENS = TokenConfig(4, 4, 4)  # up to 8
+TOKENS_16 = TokenConfig(4, 4, 2)  # more sums take the registers
+TOKENS_16_BYTES = TokenConfig(8, 4, 2)  # of int8 and fp8
 TOKENS_SWEEP = tuple(
-    TokenConfig(warps, shares, pairs, units, splits)
-    for (warps, shares), pairs, units, splits in product(
-        ((4, 4), (8, 8), (4, 2)), (1, 2), (2, 4), (1, 2, 4)
-    )
+    TokenConfig(warps, shares, units, splits)
+    for (warps, shares), units, splits in product(((4, 4), (8, 8), (4, 2)), (2, 4), (1, 2, 4))
 )
 
 
@@ -89,9 +84,7 @@ def tokens_launch(x: torch.Tensor, w: PackedWeight, config: TokenConfig) -> Laun
         "QUADS": in_octets(x),
         "WARPS": config.warps,
         "SHARES": config.shares,
-        "PAIRS": config.pairs,
         "UNITS": config.units,
-        "HOLD": config.hold,
         "FRAGMENTS": fragments,
         "SPLITS": splits,
         "share": share * step,
@@ -133,14 +126,12 @@ def _tokens(
     QUADS: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
-    PAIRS: tl.constexpr,
     UNITS: tl.constexpr,
-    HOLD: tl.constexpr,
     FRAGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     start_dependents()
-    TILES: tl.constexpr = 2 * PAIRS * (WARPS // SHARES)
+    TILES: tl.constexpr = 2 * (WARPS // SHARES)
     first, split = tl.program_id(0) * TILES, tl.program_id(1)
     acc = tiles_times_tokens(
         x,
@@ -161,9 +152,7 @@ def _tokens(
         QUADS,
         WARPS,
         SHARES,
-        PAIRS,
         UNITS,
-        HOLD,
         FRAGMENTS,
     )
     if has_row_scales(FORMAT):
@@ -193,9 +182,7 @@ def _case(format: str, dtype: str, tokens: int, gate_up: bool, even: bool) -> Co
         "QUADS": even,
         "WARPS": config.warps,
         "SHARES": config.shares,
-        "PAIRS": config.pairs,
         "UNITS": config.units,
-        "HOLD": config.hold,
         "FRAGMENTS": tokens // 8,
         **splits_of_case(even),
     }

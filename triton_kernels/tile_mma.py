@@ -540,7 +540,7 @@ def tiles_times_tokens(
     stride_x,
     tokens,
     data,  # uint8 pointer to the matrix
-    tile,  # the first of 2 * PAIRS * (WARPS / SHARES) tiles
+    tile,  # the first of 2 * (WARPS / SHARES) tiles, a pair for each team of warps
     tiles,
     cols,
     first,  # the units first .. end - 1 are multiplied
@@ -554,12 +554,10 @@ def tiles_times_tokens(
     QUADS: tl.constexpr,  # rows of x are aligned to 16 bytes, cols to 8
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,  # warps that share the columns of a tile
-    PAIRS: tl.constexpr,  # of tiles, of a warp
     UNITS: tl.constexpr,  # of a warp in a step
-    HOLD: tl.constexpr,
     FRAGMENTS: tl.constexpr,
 ):
-    """f32 [8 * FRAGMENTS, 32 * PAIRS * WARPS / SHARES]: rows of x times tiles, without row scales.
+    """f32 [8 * FRAGMENTS, 32 * WARPS / SHARES]: rows of x times tiles, without row scales.
 
     A step's words are loaded while the one before is multiplied, the first ones before x is waited
     for.
@@ -567,7 +565,7 @@ def tiles_times_tokens(
     kind: tl.constexpr = x.dtype.element_ty
     TEAMS: tl.constexpr = WARPS // SHARES  # of warps, each with tiles of its own
     STEP: tl.constexpr = SHARES * UNITS
-    COUNT: tl.constexpr = 8 * FRAGMENTS  # sums of a thread, of a pair
+    COUNT: tl.constexpr = 8 * FRAGMENTS  # sums of a thread
     OF_GROUP: tl.constexpr = _units_of(GROUP, UNITS)
     SPAN: tl.constexpr = min(OF_GROUP, UNITS)  # units of a step that share scales
     CODE: tl.constexpr = _code_bytes(FORMAT)
@@ -579,24 +577,20 @@ def tiles_times_tokens(
     lane = thread % 32
     team = thread // 32 % TEAMS
     offset = thread // 32 // TEAMS * UNITS
-    first_words = ()
-    first_codes = ()
-    for p in tl.static_range(PAIRS):
-        number = tl.minimum(tile + 2 * (team * PAIRS + p) + lane // 16, tiles - 1)
-        in_block = lane // 4 % 4 * 4 + lane % 4 * (8 // step_of(FORMAT) * 16)
-        at = data.to(tl.pointer_type(tl.uint32)) + number.to(tl.int64) * blocks * 16 + in_block
-        first_words += (at,)
-        at = data + scales_at + (number * groups).to(tl.int64) * CODE
-        first_codes += (at + lane // 4 % 4 * (CODE // 4),)
+    number = tl.minimum(tile + 2 * team + lane // 16, tiles - 1)
+    in_block = lane // 4 % 4 * 4 + lane % 4 * (8 // step_of(FORMAT) * 16)
+    at = data.to(tl.pointer_type(tl.uint32)) + number.to(tl.int64) * blocks * 16
+    first_words = at + in_block
+    at = data + scales_at + (number * groups).to(tl.int64) * CODE
+    first_codes = at + lane // 4 % 4 * (CODE // 4)
     words = ()
     codes = ()
     for u in tl.static_range(UNITS):
         inside = first + offset + u < end
-        for p in tl.static_range(PAIRS):
-            words += (_words(first_words[p], first + offset + u, inside, FORMAT, FIRST),)
-            if FORMAT != "int8" and u % SPAN == 0:
-                at = first_codes[p] + ((first + offset) // OF_GROUP + u // OF_GROUP) * CODE
-                codes += (_codes(at, inside, FORMAT, FIRST),)
+        words += (_words(first_words, first + offset + u, inside, FORMAT, FIRST),)
+        if FORMAT != "int8" and u % SPAN == 0:
+            at = first_codes + ((first + offset) // OF_GROUP + u // OF_GROUP) * CODE
+            codes += (_codes(at, inside, FORMAT, FIRST),)
     rows = ()  # of x; past the last one it is the last one again, whose sums are not stored
     for f in tl.static_range(FRAGMENTS):
         token = tl.minimum(lane // 4 + 8 * f, tokens - 1).to(tl.int64)
@@ -604,7 +598,7 @@ def tiles_times_tokens(
     last = tl.minimum(cols, end * UNIT) - lane % 4 * 8
     wait_for_inputs()
     xs = _columns(rows, (first + offset) * UNIT, 0, last, QUADS, X_FIRST, FRAGMENTS)
-    acc = _zeros(thread, COUNT * PAIRS)
+    acc = _zeros(thread, COUNT)
     parts = acc
     for start in tl.range(first, end, STEP, num_stages=1):
         unit = start + offset
@@ -616,40 +610,29 @@ def tiles_times_tokens(
             else:
                 ahead = _columns(rows, (unit + STEP) * UNIT, 0, last, QUADS, X_NEXT, FRAGMENTS)
             there = unit + STEP < end if EVEN else unit + STEP + u < end
-            summed = ()
-            for p in tl.static_range(PAIRS):
-                code = codes[u // SPAN * PAIRS + p] if FORMAT != "int8" else ()
-                made = _rows_of(words[u * PAIRS + p], code, FORMAT, kind)
-                word_at = first_words[p] + (unit + STEP) * (UNIT // step_of(FORMAT) * 16)
-                following += (_words(word_at, u, there, FORMAT, NEXT),)
-                if HOLD:
-                    _loads_stay_before()
-                part = parts[p * COUNT : (p + 1) * COUNT]
-                summed += _products(made, xs, part, kind, FRAGMENTS)
-            parts = summed
+            code = codes[u // SPAN] if FORMAT != "int8" else ()
+            made = _rows_of(words[u], code, FORMAT, kind)
+            word_at = first_words + (unit + STEP) * (UNIT // step_of(FORMAT) * 16)
+            following += (_words(word_at, u, there, FORMAT, NEXT),)
+            _loads_stay_before()
+            parts = _products(made, xs, parts, kind, FRAGMENTS)
             xs = ahead
             if FORMAT != "int8" and u % SPAN == SPAN - 1:
-                summed = ()
-                for p in tl.static_range(PAIRS):
-                    code = codes[u // SPAN * PAIRS + p]
-                    sums = acc[p * COUNT : (p + 1) * COUNT]
-                    part = parts[p * COUNT : (p + 1) * COUNT]
-                    summed += _scaled(sums, part, code, FORMAT, COUNT)
-                    code_at = first_codes[p] + (unit + STEP) // OF_GROUP * CODE
-                    code_at += u // OF_GROUP * CODE
-                    their_codes += (_codes(code_at, there, FORMAT, NEXT),)
-                acc = summed
-                parts = _zeros(thread, COUNT * PAIRS)
+                acc = _scaled(acc, parts, code, FORMAT, COUNT)
+                code_at = first_codes + (unit + STEP) // OF_GROUP * CODE
+                code_at += u // OF_GROUP * CODE
+                their_codes += (_codes(code_at, there, FORMAT, NEXT),)
+                parts = _zeros(thread, COUNT)
         words = following
         codes = their_codes
     if FORMAT == "int8":
         acc = parts
-    sums = tl.reshape(_joined(acc, COUNT * PAIRS), [SHARES, TEAMS * 32, COUNT * PAIRS])
+    sums = tl.reshape(_joined(acc, COUNT), [SHARES, TEAMS * 32, COUNT])
     sums = tl.sum(sums, axis=0)
-    # teams, tile, 4 rows, q | pairs, fragments, rows 0 1 or 2 3, which of both, column 2q or 2q + 1
-    sums = tl.reshape(sums, [TEAMS, 2, 4, 4, PAIRS, FRAGMENTS, 2, 2, 2])
-    sums = tl.permute(sums, [5, 3, 8, 0, 4, 1, 2, 6, 7])
-    return tl.reshape(sums, [8 * FRAGMENTS, TEAMS * PAIRS * 32])
+    # teams, tile, 4 rows, q | fragments, rows 0 1 or 2 3, which of both, column 2q or 2q + 1
+    sums = tl.reshape(sums, [TEAMS, 2, 4, 4, FRAGMENTS, 2, 2, 2])
+    sums = tl.permute(sums, [4, 3, 7, 0, 1, 2, 5, 6])
+    return tl.reshape(sums, [8 * FRAGMENTS, TEAMS * 32])
 
 
 __all__ = ["UNIT", "in_octets", "tiles_times_tokens"]

@@ -103,8 +103,8 @@ def test_linear_of_few_tokens(
 
 
 @pytest.mark.parametrize(("tokens", "config"), [
-    (3, TokenConfig(2, 2, 1, 1, splits=2)), (9, TokenConfig(4, 2, 1, 2)),
-    (2, TokenConfig(2, 1, 2, 4, splits=3)), (18, TokenConfig(2, 2, 1, 8, hold=False)),
+    (3, TokenConfig(2, 2, 1, splits=2)), (9, TokenConfig(4, 2, 2)),
+    (2, TokenConfig(2, 1, 4, splits=3)), (18, TokenConfig(2, 2, 8)),
 ])  # fmt: skip
 @pytest.mark.parametrize(("format", "group", "rows", "cols"), [
     ("int8", 0, 32, 256), ("int4", 64, 40, 300), ("int4", 128, 32, 256), ("int4p", 32, 40, 140),
