@@ -120,7 +120,7 @@ def test_kernels_of_a_gpu_against_their_references(monkeypatch: pytest.MonkeyPat
         return replace(found, reference=lambda *a, **k: 1.01 * found.reference(*a, **k))
 
     module = plan_of("gqa", "cpu").module
-    monkeypatch.setattr("ktgraph.runtime.gpu.phase.op_def", altered)
+    monkeypatch.setattr("ktgraph.runtime.gpu.phase_steps.op_def", altered)
     found = check_kernels(module)
     assert {k.kernel for k in found} == gpu_kernels(module)
     (wrong,) = [k for k in found if k.is_wrong]

@@ -1,68 +1,35 @@
-"""One phase on a GPU and the CPU: its native plans, and the steps of each size that was called.
+"""One phase on a GPU and the CPU: its native plans, and calls of the steps of each size.
 
-The steps of a call depend on its sizes alone; they are made once for each size.  A decode call is
-run step by step the first time, then captured into one CUDA graph, hand-overs to the CPU included,
-and replayed from then on.  So is a prefill that is all the GPU's, whose kernels may end sooner than
-the host can launch them; one that waits for the CPU or for weights gains nothing.
+A decode call is run step by step the first time, then captured into one CUDA graph, hand-overs to
+the CPU included, and replayed from then on.  So is a prefill that is all the GPU's, whose kernels
+may end sooner than the host can launch them; one that waits for the CPU or for weights gains
+nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from ktgraph.ir.interp import evaluate_attr
-from ktgraph.ir.types import TensorType
-from ktgraph.ops.registry import kernels_for, op_def
 from ktgraph.ops.sample import MOST_TOKENS
 from ktgraph.runtime.cache import InPlaceState
 from ktgraph.runtime.errors import ExecutionError
 from ktgraph.runtime.executor import TraceEvent
-from ktgraph.runtime.gpu.device import Fetch, Fork, KernelCall, Span, Step
-from ktgraph.runtime.gpu.inputs import Sizes
-from ktgraph.runtime.gpu.parts import AWAIT, POST, Part, Parts
-from ktgraph.runtime.gpu.streaming import WeightStream
+from ktgraph.runtime.gpu.device import Span, Step
+from ktgraph.runtime.gpu.parts import Part, Parts
+from ktgraph.runtime.gpu.phase_steps import Batches, Made, PhaseSteps
 from ktgraph.runtime.gpu.watch import Watch
-from ktgraph.runtime.kernels_gpu import CROSSINGS, STREAM_WEIGHTS
-from ktgraph.runtime.operands import Instruction, OperandRef, StateUse, TensorRef, WeightUse
-from ktgraph.runtime.plan import PhasePlan, batch_windows, kernel_of, op_line, takes_batch
-from ktgraph.runtime.router_counts import is_route
-from ktgraph.runtime.side_stream import side_steps
+from ktgraph.runtime.operands import Instruction, OperandRef, WeightUse
+from ktgraph.runtime.plan import PhasePlan, batch_windows, op_line, takes_batch
 from ktgraph.runtime.steps import StepArrays
 
 if TYPE_CHECKING:
     from ktgraph.runtime.gpu.executor import GpuExecutor
 
-Batches = Mapping[int, Any]  # the batch of each window, as the ops of one device take it
-
-SAMPLE = "sample.tokens"
-_KEPT = 64  # sizes of calls whose steps are kept
 PATIENCE = 60.0  # seconds until a step that does not end is given up
-
-
-@dataclass
-class Made:
-    """The steps of one part at one size; `graph` replays them.
-
-    items: the instruction that each step is; None for uploads and the handling of buffers.
-    beside: what runs on another stream, by the flat position of its op.
-    """
-
-    steps: list[Step] = field(default_factory=list[Step])
-    items: list[Instruction | None] = field(default_factory=list[Instruction | None])
-    beside: dict[int, Fetch | Fork] = field(default_factory=dict[int, Fetch | Fork])
-    runs: int = 0
-    graph: Step | None = None
-
-    def add(self, steps: Sequence[Step], item: Instruction | None = None) -> None:
-        self.steps += steps
-        self.items += [item] * len(steps)
 
 
 class BoundPhase:
@@ -84,41 +51,21 @@ class BoundPhase:
         for place, part in enumerate(parts.order):
             if part.kind == "native":
                 self._plans[place] = native.plan(phase, part.items)
-        self._results = self._result_refs()
-        self._sides = side_steps(phase.flat, phase.layouts, executor.plan.home)
-        # a captured copy would not see that experts moved
-        residency = None if self._is_decode else executor.residency
-        self._stream = WeightStream(
-            self.device, phase, executor.weights, executor.buffers, residency
-        )
-        self._made: OrderedDict[tuple[Sizes, int, int, str, bool], list[Made]] = OrderedDict()
+        self._steps = PhaseSteps(executor, phase, parts, first_box)
         most = phase.arena.sizes
         self._answers = [
             self.device.host(max(r.numel() * r.element_size(), 1))
-            for r in self._results_at(most.tokens, most.rows)
-        ]
-
-    def _result_refs(self) -> list[TensorRef]:
-        """The logits, or every tensor that a plain module returns."""
-        return [
-            TensorRef(slot.type.dtype, self.phase.layouts.view(slot))
-            for slot in self.phase.flat.returns
-            if isinstance(slot.type, TensorType)
+            for r in self._steps.results_at(most.tokens, most.rows)
         ]
 
     def forget_steps(self) -> None:
         """Make the steps of every size anew when they are next called."""
-        self._made.clear()
-
-    @property
-    def _is_decode(self) -> bool:
-        """One new token a sequence: few sizes, called again and again, so worth a graph."""
-        return self.phase.max_q == 1
+        self._steps.forget()
 
     @property
     def _is_worth_a_graph(self) -> bool:
         waits = bool(self.parts.boxes) or bool(self.phase.layouts.streamed)
-        return self._is_decode or (self.parts.can_capture and not waits)
+        return self._steps.is_decode or (self.parts.can_capture and not waits)
 
     @property
     def samples(self) -> bool:
@@ -126,7 +73,7 @@ class BoundPhase:
         if not takes_batch(self.phase):
             return False
         home = self.executor.plan.home
-        (logits, *_) = self._results
+        (logits, *_) = self._steps.results
         is_here = logits.view.root.type.device in (None, home)
         vocabulary = logits.view.dims[-1].at(self.executor.plan.module.dims)
         return is_here and self.parts.order[-1].kind == "gpu" and vocabulary <= MOST_TOKENS
@@ -137,7 +84,7 @@ class BoundPhase:
 
         most, has_seen: what the most demanding row needs, and whether one has a repetition penalty.
         """
-        made = self._steps(step, most, has_seen)
+        made = self._steps.of(step, most, has_seen)
         self.device.run(uploads)
         self._run_parts(made, step)
 
@@ -147,13 +94,13 @@ class BoundPhase:
 
     def run(self, step: StepArrays, upload: Step) -> list[torch.Tensor]:
         """Run a call; the results, in host memory that the next call writes over."""
-        made = self._steps(step)
+        made = self._steps.of(step)
         self.device.run([upload])
         if self.executor.trace is None:
             self._run_parts(made, step)
         else:
             self._run_timed(made, step, self.executor.trace)
-        results = self._results_at(step.tokens, step.rows)
+        results = self._steps.results_at(step.tokens, step.rows)
         answers = [
             held[: r.numel() * r.element_size()].view(r.dtype).view(r.shape)
             for held, r in zip(self._answers, results, strict=True)
@@ -210,87 +157,6 @@ class BoundPhase:
         self._run_on_host(part.items[0], step)
         return [time.perf_counter() - begin]
 
-    def _bounds(self, step: StepArrays) -> tuple[int, int]:
-        """Most new tokens and rows of a sequence: of any call when it may be captured."""
-        if self._is_decode:
-            return 1, self.executor.shape.sequence_rows
-        new = int(np.diff(step.seq_start[: step.sequences + 1]).max())
-        longest = int(step.kv_len[: step.sequences].max())
-        return new, -(-longest // 256) * 256
-
-    def _steps(self, step: StepArrays, most: str = "", has_seen: bool = False) -> list[Made]:
-        """The steps of a call; `most`: it ends with the choice of tokens."""
-        sizes = Sizes(step.tokens, step.rows, step.sequences)
-        max_new, max_kv = self._bounds(step)
-        key = (sizes, max_new, max_kv, most, has_seen)
-        if key not in self._made:
-            batches = self.executor.inputs.batches(
-                sizes, self.executor.shape.page_size, max_new, max_kv
-            )
-            made = [self._made_part(p, sizes, batches) for p in self.parts.order]
-            if most:
-                made[-1].add([self._sampling(sizes, most, has_seen)])
-            self._made[key] = made
-            self.device.catch_up()  # with weights that were made ready for these steps
-            if len(self._made) > _KEPT:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return self._made[key]
-
-    def _made_part(self, part: Part, sizes: Sizes, batches: Batches) -> Made:
-        made = Made()
-        if part.kind != "gpu":
-            return made
-        if part is self.parts.order[0]:
-            made.add([*self.executor.uploads(self.phase, sizes), *self._stream.begin()])
-        forks = {side: Fork() for side in self._sides if part.holds(side)}
-        begins = {s.after: f for s, f in forks.items()}
-        asides = {s.step: f for s, f in forks.items()}
-        ends = {s.before: f for s, f in forks.items()}
-        made.beside |= asides
-        for item in part.items:
-            if item.step in ends:
-                made.add([self.device.join(ends.pop(item.step))])
-            if item.kernel == STREAM_WEIGHTS:  # its readers wait for it
-                made.beside[item.step] = self._stream.fetch(item)
-                made.add([_nothing], item)
-                continue
-            step = self._step(item, sizes, batches)
-            if item.step in asides:
-                step = self.device.aside(asides[item.step], step)
-            made.add(self._stream.before(item))
-            made.add([step], item)
-            made.add(self._stream.after(item))
-            made.add(self._counting(item, sizes))
-            if item.step in begins:
-                made.add([self.device.fork(begins.pop(item.step))])
-        return made
-
-    def _sampling(self, sizes: Sizes, most: str, has_seen: bool) -> Step:
-        """Chooses the token of every row of logits and leaves it where the next call's ids are.
-
-        In a step of one token a sequence, that token was seen too: the host may not know it yet.
-        """
-        inputs, rows = self.executor.inputs, sizes.rows
-        (logits, *_) = self._results_at(sizes.tokens, rows)
-        seen = self.executor.seen.there[:rows] if has_seen else None
-        last = inputs.ids[:rows] if has_seen and sizes.tokens == rows else None
-        kernel = kernels_for(SAMPLE, "cuda")[0]
-        operands, out = [logits, inputs.how[:rows], seen, last], (inputs.ids[:rows],)
-        call = KernelCall(op_def(SAMPLE), kernel, operands, out, {"most": most})
-        return self.device.kernel(call)
-
-    def _counting(self, item: Instruction, sizes: Sizes) -> list[Step]:
-        """The step behind a router that counts its choices, while they are counted."""
-        counts = self.executor.counts
-        if counts is None or not is_route(self.phase, item):
-            return []
-        step = self.phase.step(item)
-        ref = item.operands[len(step.operands)]
-        assert isinstance(ref, TensorRef)
-        bound = {"T": sizes.tokens, "O": sizes.rows}
-        return [counts.adder(step, self.executor.tensor(self.phase, ref, bound))]
-
     def _start(self, made: Made, part: Part) -> None:
         """Run a part's steps; from the second call of a size on, as one graph where that pays."""
         may_capture = self.executor.capture and self._is_worth_a_graph
@@ -335,65 +201,6 @@ class BoundPhase:
                 raise ExecutionError(f"@{self.phase.name}: the CPU's work did not end in time")
         self._check()
 
-    def _results_at(self, tokens: int, rows: int) -> list[torch.Tensor]:
-        bound = {"T": tokens, "O": rows}
-        return [self.executor.tensor(self.phase, r, bound) for r in self._results]
-
-    # -- steps -----------------------------------------------------------------------------------
-    def _step(self, item: Instruction, sizes: Sizes, batches: Batches) -> Step:
-        bound = {"T": sizes.tokens, "O": sizes.rows}
-        count = len(self.phase.step(item).operands)
-        given = [self._value(o, bound, batches) for o in item.operands[:count]]
-        results = [self._value(o, bound, batches) for o in item.operands[count:]]
-        if item.kernel == POST:
-            return self._named(item, self.device.post(given, results, self._box(item)))
-        if item.kernel == AWAIT and item.step in self.parts.box_of:
-            return self._named(item, self.device.receive(given, results, self._box(item)))
-        if item.kernel in CROSSINGS.values():
-            return _together([self.device.copy(s, t) for s, t in zip(given, results, strict=True)])
-        return self._named(item, self.device.kernel(self._kernel_call(item, bound, given, results)))
-
-    def _box(self, item: Instruction) -> Any:
-        return self.executor.mailboxes.boxes[self.first_box + self.parts.box_of[item.step]]
-
-    def _kernel_call(
-        self, item: Instruction, sizes: dict[str, int], given: list[Any], results: list[Any]
-    ) -> KernelCall:
-        step = self.phase.step(item)
-        definition = op_def(step.op.name)
-        full = definition.signature.full_attrs(step.op.attrs)
-        bindings = {**step.bindings, **sizes}
-        attrs = {k: evaluate_attr(v, bindings) for k, v in full.items()}
-        out = tuple(r if isinstance(r, torch.Tensor) else None for r in results)
-        kernel = kernel_of(step.op, item.kernel, item.device)
-        absent = [None] * (len(definition.signature.params) - len(given))
-        return KernelCall(definition, kernel, [*given, *absent], out, attrs)
-
-    def _named(self, item: Instruction, step: Step) -> Step:
-        """The step, whose errors name the op."""
-
-        def run() -> object:
-            try:
-                return step()
-            except Exception as error:
-                line = op_line(self.phase, item)
-                raise ExecutionError(f"{type(error).__name__}: {error}\n  in: {line}") from error
-
-        return run
-
-    def _value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
-        if ref is None:
-            return None
-        if isinstance(ref, TensorRef):
-            if not self.phase.layouts.is_value(ref.view.root):
-                return self._stream.value(ref.view.root)
-            return self.executor.tensor(self.phase, ref, sizes)
-        if isinstance(ref, WeightUse):
-            return self.executor.weights.on_gpu(ref, self.device.weight)
-        if isinstance(ref, StateUse):
-            return self.executor.binding.state(self.phase, ref)
-        return batches[ref.window]
-
     # -- on the host -----------------------------------------------------------------------------
     def _native_batch(self, part: Part, step: StepArrays) -> Any:
         """The engine's batch, of the one window that the part reads."""
@@ -411,8 +218,8 @@ class BoundPhase:
         batches = {w: step.as_batch(size, w) for w in step.windows}
         count = len(flat.operands)
         given = [self._host_value(o, bound, batches) for o in item.operands[:count]]
-        results = [self._value(o, bound, batches) for o in item.operands[count:]]
-        call = self._kernel_call(item, bound, given, results)
+        results = [self._steps.value(o, bound, batches) for o in item.operands[count:]]
+        call = self._steps.kernel_call(item, bound, given, results)
         assert call.kernel.launch is not None
         try:
             found = call.kernel.launch(*given, **call.attrs)
@@ -431,22 +238,10 @@ class BoundPhase:
     def _host_value(self, ref: OperandRef, sizes: dict[str, int], batches: Batches) -> Any:
         if isinstance(ref, WeightUse):
             return self.executor.weights.value(ref)
-        found = self._value(ref, sizes, batches)
+        found = self._steps.value(ref, sizes, batches)
         if isinstance(found, InPlaceState):
             return replace(found, parts=tuple(p.cpu() for p in found.parts))
         return found.cpu() if isinstance(found, torch.Tensor) else found
-
-
-def _nothing() -> None:
-    """A step of something that happens on another stream."""
-
-
-def _together(steps: Sequence[Step]) -> Step:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
 
 
 __all__ = ["PATIENCE", "BoundPhase"]

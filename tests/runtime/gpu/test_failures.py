@@ -85,13 +85,13 @@ def test_a_failing_kernel_of_the_gpu(
 
     healthy = SimulatedDevice.kernel
     remembered: Any = hybrid.executor._phases["decode"]  # pyright: ignore[reportPrivateUsage]
-    remembered._made.clear()
+    remembered.forget_steps()
     monkeypatch.setattr(SimulatedDevice, "kernel", kernel)
     fails_once(
         hybrid, started, ExecutionError, r"^ValueError: a kernel failed\n  in: .*logits.gather"
     )
     monkeypatch.undo()
-    remembered._made.clear()
+    remembered.forget_steps()
     goes_on(hybrid, started)
 
 
