@@ -12,8 +12,8 @@ attention and router at HBM bandwidth, the hand-over (10 µs), and the longer of
 GPU computes beside the CPU (the shared expert, hot experts) and the CPU's chosen experts' bytes at
 DRAM bandwidth; then the head.  Where experts are deferred, only those that are waited for count so,
 and no step is shorter than all experts' bytes at DRAM bandwidth.  All bandwidths are measured in
-the same run.  Of hot experts, the share of choices that they got in the run is told, and the floor
-counts by it.
+the same run, DRAM's before and after each burst of steps, whose floor takes the better one.  Of hot
+experts, the share of choices that they got in the run is told, and the floor counts by it.
 """
 
 from __future__ import annotations
@@ -260,8 +260,9 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
     hot = hot_share(runner, cell.context)
     if hot is not None:
         read = with_share(read, hot["share"])
-    expected = predicted(module, cell, threads, hbm, [b.dram for b in bursts])
-    floors = [decode_floor(read, layers, max(b.dram, 1.0), hbm, deferred) for b in bursts]
+    readings = [bursts[0].dram[0], *(b.dram[1] for b in bursts)]
+    expected = predicted(module, cell, threads, hbm, readings)
+    floors = [decode_floor(read, layers, b.bandwidth, hbm, deferred) for b in bursts]
     decode = [seconds for b in bursts for seconds in b.steps]
     median = statistics.median(decode)
     of_floor = [f / statistics.median(b.steps) for f, b in zip(floors, bursts, strict=True)]
@@ -281,7 +282,7 @@ def run(cell: Cell, with_profile: bool = False, timelines: Path | None = None) -
         "prefill_tokens": cell.prompt,
         "prefill_tok_s": cell.prompt / statistics.median(prefill),
         "prefill_s": prefill,
-        "dram": [b.dram for b in bursts],
+        "dram": readings,
         "hbm": hbm,
         "gpu_bytes": torch.cuda.max_memory_allocated(),
         "made_s": made,
@@ -394,12 +395,17 @@ def prefill_seconds(runner: Runner, tokens: int, repeats: int = 4) -> list[float
 class Burst:
     """Decode steps in a row, in seconds.
 
-    cpu: what the CPU's experts took of a step.  dram: mean of the readings around, bytes/s.
+    cpu: what the CPU's experts took of a step.  dram: readings before and after, bytes/s.
     """
 
     steps: list[float]
     cpu: float
-    dram: float
+    dram: tuple[float, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """The better reading: steps have gone below a floor by the mean of both."""
+        return max(*self.dram, 1.0)
 
 
 def cpu_seconds(runner: Runner) -> float:
@@ -426,7 +432,7 @@ def decode_bursts(runner: Runner, context: int, dram: Callable[[], float]) -> li
             _checked(logits)
         busy = (cpu_seconds(runner) - busy) / len(steps)
         after = dram()
-        found.append(Burst(steps[SETTLE:], busy, (before + after) / 2))
+        found.append(Burst(steps[SETTLE:], busy, (before, after)))
         before = after
     runner.close(seq)
     return found

@@ -106,7 +106,7 @@ def write_plan(
     }
     path = Path(path)
     draft = Draft(path, _key(texts, fingerprint) if resume else None)
-    if resume and _is_written(path, texts, fingerprint):
+    if resume and _is_written(path, texts, fingerprint, places):
         draft.journal.unlink(missing_ok=True)
         say(f"goes on where it stopped: all {len(places)} weights are packed already")
         return
@@ -125,10 +125,13 @@ def write_plan(
         out.writestr("weights.json", _json(_describe_weights(plan, fingerprint, places, samples)))
 
 
-def _is_written(path: Path, texts: Mapping[str, str], fingerprint: str) -> bool:
+def _is_written(
+    path: Path, texts: Mapping[str, str], fingerprint: str, places: Iterable[PackedPlace]
+) -> bool:
     """Whether the file is there and whole (it got its name last), from the same model and options.
 
-    So it is where a call was killed before its folder was renamed.
+    So it is where a call was killed before its folder was renamed.  One that was saved without
+    weights has the same texts, and not the same places.
     """
     try:
         with zipfile.ZipFile(path) as there:
@@ -136,7 +139,8 @@ def _is_written(path: Path, texts: Mapping[str, str], fingerprint: str) -> bool:
             weights = json.loads(there.read("weights.json"))
     except (OSError, zipfile.BadZipFile, KeyError, ValueError):
         return False
-    return found == texts and weights["fingerprint"] == fingerprint
+    packed = [asdict(p) for p in places]
+    return found == texts and (weights["fingerprint"], weights["packed"]) == (fingerprint, packed)
 
 
 @contextmanager

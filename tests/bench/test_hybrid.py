@@ -60,3 +60,18 @@ def test_the_floor_counts_by_the_share(hybrid: Any) -> None:
     floors = [hybrid.decode_floor(hybrid.with_share(read, s), 0, 1e6, 1e9) for s in (0, 0.5, 1)]
     assert floors[0] > floors[1] > floors[2]
     assert floors[0] >= (read.gpu_experts + read.cpu_experts) / 1e6
+
+
+def test_a_burst_has_the_better_of_the_readings_around_it(
+    hybrid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go below a floor by the mean of them."""
+    for name, count in (("WARM", 1), ("BURSTS", 3), ("SETTLE", 1), ("BURST", 2)):
+        monkeypatch.setattr(hybrid, name, count)
+    readings = iter([3e9, 1e9, 2e9, 0.0])
+    runner = bind(plan_of("gqa", HOT).module, OPTIONS)
+    bursts = hybrid.decode_bursts(runner, 4, lambda: next(readings))
+    runner.executor.close()
+    assert [b.bandwidth for b in bursts] == [3e9, 2e9, 2e9]
+    assert [len(b.steps) for b in bursts] == [2, 2, 2]
+    assert all(b.cpu > 0 for b in bursts)

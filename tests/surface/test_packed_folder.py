@@ -265,6 +265,13 @@ def test_a_whole_file_of_other_options_is_packed_anew(
     assert kt.load(tmp_path / PLAN).made.options.quantize == "int8"
 
 
+def test_a_file_without_weights_is_not_whole(lowered: kt.Lowered, tmp_path: Path) -> None:
+    """It has the texts of one with weights."""
+    lowered.compile().save(tmp_path / PLAN, weights=False)
+    lowered.save(tmp_path / PLAN, resume=True)
+    assert kt.load(tmp_path / PLAN).generate([4, 5], 3, eos=())
+
+
 def test_a_disk_that_fills_up_is_told_and_keeps_what_is_finished(
     lowered: kt.Lowered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
