@@ -90,7 +90,12 @@ struct Range {
   size_t bytes;
 };
 
-// The part of a buffer that thread t of n reads: contiguous.
+// How far a part was given out; a cache line each.
+struct alignas(64) Taken {
+  std::atomic<size_t> bytes{0};
+};
+
+// The part of a buffer that thread t of n reads first: contiguous.
 Range part_of(char* data, size_t bytes, int t, int n) {
   const size_t steps = bytes / kReadStep, first = steps * t / n, last = steps * (t + 1) / n;
   return {data + first * kReadStep, (last - first) * kReadStep};
@@ -104,8 +109,9 @@ void touch(uintptr_t data, size_t bytes, int threads) {
   });
 }
 
-// Bytes/s of each of `passes` passes over the buffer, by all threads together. Threads take chunks as
-// they come, as the engine's units: one whose core is busy otherwise does not make all of them wait.
+// Bytes/s of each of `passes` passes over the buffer, by all threads together. A thread reads its
+// own part, whose pages lie on its memory node (`touch`), then what is left of the others', in
+// chunks: one whose core is busy otherwise does not make all of them wait.
 std::vector<double> read_bandwidth(uintptr_t data, size_t bytes, int threads, int passes) {
   if (data % 64 || bytes % kReadStep || bytes == 0)
     throw std::invalid_argument("read_bandwidth: 64-byte aligned data, a multiple of 1024 bytes");
@@ -115,11 +121,14 @@ std::vector<double> read_bandwidth(uintptr_t data, size_t bytes, int threads, in
   std::vector<double> found;
   std::atomic<long> keep{0};  // what was read, so that no compiler leaves it out
   for (int pass = 0; pass < passes; ++pass) {
-    std::atomic<size_t> next{0};
-    const double seconds = together(threads, [&](int) {
-      const char* base = reinterpret_cast<const char*>(data);
-      for (size_t at; (at = next.fetch_add(kReadChunk)) < bytes;)
-        keep.fetch_xor(read(base + at, std::min(kReadChunk, bytes - at)));
+    std::vector<Taken> taken(std::max(threads, 0));
+    const double seconds = together(threads, [&](int t) {
+      for (int turn = 0; turn < threads; ++turn) {
+        const int owner = (t + turn) % threads;
+        const Range part = part_of(reinterpret_cast<char*>(data), bytes, owner, threads);
+        for (size_t at; (at = taken[owner].bytes.fetch_add(kReadChunk)) < part.bytes;)
+          keep.fetch_xor(read(part.data + at, std::min(kReadChunk, part.bytes - at)));
+      }
     });
     found.push_back(double(bytes) / seconds);
   }
@@ -194,7 +203,8 @@ void bind_limits(nb::module_& m) {
   m.def("touch", &touch, "data"_a, "nbytes"_a, "threads"_a, released,
         "Writes a buffer with pinned threads, so that physical pages stand behind it.");
   m.def("read_bandwidth", &read_bandwidth, "data"_a, "nbytes"_a, "threads"_a, "passes"_a = 5,
-        released, "Bytes/s of each pass over a buffer, pinned threads reading a part each.");
+        released,
+        "Bytes/s of each pass over a buffer: pinned threads read a part each, then help others.");
   m.def("arithmetic_units", &arithmetic_units,
         "Units this CPU has: f32, avx512_bf16, avx512_vnni, amx_bf16, amx_int8; _loaded: tiles are "
         "loaded from the first-level cache for every product.");

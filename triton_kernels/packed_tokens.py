@@ -80,7 +80,7 @@ def tokens_launch(x: torch.Tensor, w: PackedWeight, config: TokenConfig) -> Laun
     splits = triton.cdiv(steps, share)  # none without columns
     fragments = triton.next_power_of_2(triton.cdiv(x.shape[0], 8))
     extra = {
-        "EVEN": units % step == 0,
+        "EVEN": units % step == 0 and units * 32 == w.cols,
         "QUADS": in_octets(x),
         "WARPS": config.warps,
         "SHARES": config.shares,

@@ -63,11 +63,13 @@ def _quad(at, inside, KIND: tl.constexpr):
     KIND: "always" there, or only where `inside`: "rest" is never looked at, or 0; these of weights,
     which any compiler may move.  The same of x stays behind the wait for x.
     """
-    if _PLAIN:
-        a = tl.load(at, mask=inside, other=0)
-        b = tl.load(at + 1, mask=inside, other=0)
-        c = tl.load(at + 2, mask=inside, other=0)
-        d = tl.load(at + 3, mask=inside, other=0)
+    if _PLAIN:  # as PTX: read whether inside or not, and anything (here NaN) where nothing is read
+        inside |= KIND == "always" or KIND == "x, always"
+        other: tl.constexpr = 0xFFFFFFFF if KIND == "rest" or KIND == "x, rest" else 0
+        a = tl.load(at, mask=inside, other=other)
+        b = tl.load(at + 1, mask=inside, other=other)
+        c = tl.load(at + 2, mask=inside, other=other)
+        d = tl.load(at + 3, mask=inside, other=other)
         return a, b, c, d
     elif KIND == "always":
         return tl.inline_asm_elementwise(
@@ -621,7 +623,8 @@ def tiles_times_tokens(
                 acc = _scaled(acc, parts, code, FORMAT, COUNT)
                 code_at = first_codes + (unit + STEP) // OF_GROUP * CODE
                 code_at += u // OF_GROUP * CODE
-                their_codes += (_codes(code_at, there, FORMAT, NEXT),)
+                opened = there if EVEN else unit + STEP + (u + 1 - SPAN) < end  # its first unit
+                their_codes += (_codes(code_at, opened, FORMAT, NEXT),)
                 parts = _zeros(thread, COUNT)
         words = following
         codes = their_codes

@@ -140,14 +140,25 @@ def test_rows_that_are_aligned_to_16_bytes_and_others(cols: int, device: torch.d
     assert torch.equal(y, again)
 
 
-def test_rows_behind_the_last_one_are_not_read(device: torch.device) -> None:
+@pytest.mark.parametrize("format", ["int4", "int4p", "fp8"])
+def test_half_a_group_at_the_end(format: str, device: torch.device) -> None:
+    """Columns are padded to 64, groups have 128: the last scale is there for one half."""
+    w, values = packed(torch.randn(40, 576) / 576**0.5, format, 128, device)
+    x = torch.randn(3, 576, device=device).bfloat16()
+    y = poisoned(3, 40, dtype=x.dtype, device=device)
+    linear_packed(x, w, out=(y,))
+    check(y, reference("nn.linear", x.float(), values).to(x.dtype), BOUND)
+
+
+@pytest.mark.parametrize("cols", [200, 504])  # padded to 512 they are whole steps
+def test_rows_behind_the_last_one_are_not_read(cols: int, device: torch.device) -> None:
     """Nor are columns: NaN there would reach every sum of a row of x."""
-    w, values = packed(torch.randn(33, 200), "int8", 0, device)
-    wide = torch.full((8, 264), float("nan"), device=device).bfloat16()
-    wide[:3, :200] = torch.randn(3, 200, device=device)
+    w, values = packed(torch.randn(33, cols), "int8", 0, device)
+    wide = torch.full((8, 576), float("nan"), device=device).bfloat16()
+    wide[:3, :cols] = torch.randn(3, cols, device=device)
     y = poisoned(3, 33, dtype=wide.dtype, device=device)
-    linear_packed(wide[:3, :200], w, out=(y,))
-    check(y, reference("nn.linear", wide[:3, :200].float(), values).to(y.dtype), BOUND)
+    linear_packed(wide[:3, :cols], w, out=(y,))
+    check(y, reference("nn.linear", wide[:3, :cols].float(), values).to(y.dtype), BOUND)
 
 
 def test_no_tokens(device: torch.device) -> None:
