@@ -69,6 +69,11 @@ def _sub_chunk(experts: int) -> int:
     return min(_MOST_SUB, max(16, _ONE_HOT // experts))
 
 
+def _counted_at_once(experts: int) -> int:
+    """Half of them: on sm_80 two matrices of all would not fit into registers."""
+    return max(16, _sub_chunk(experts) // 2)
+
+
 def _warps(experts: int) -> int:
     return 4 if experts <= 256 else 8
 
@@ -99,7 +104,7 @@ def align(ids: torch.Tensor, experts: int, block_m: int) -> Alignment:
             counts,
             pairs,
             CHUNK=chunk,
-            SUB=sub,
+            SUB=_counted_at_once(padded),
             E=padded,
             num_warps=_warps(padded),
             **dependent_launch(),
@@ -261,7 +266,7 @@ COMPILE_CASES = [
         _count_chunks,
         "moe_align.count E=128",
         {"ids": "*i32:16", "counts": "*i32:16", "pairs": "i32"},
-        {"CHUNK": _CHUNK, "SUB": 64, "E": 128},
+        {"CHUNK": _CHUNK, "SUB": _counted_at_once(128), "E": 128},
         num_warps=_warps(128),
     ),
 ]
