@@ -32,6 +32,7 @@ import triton.language as tl
 from ktgraph.triton_kernels.dependent import wait_for_inputs
 from ktgraph.triton_kernels.dots import INTERPRETED
 from ktgraph.triton_kernels.e4m3 import e4m3_operands
+from ktgraph.triton_kernels.tile_rows import loads_stay_before
 from ktgraph.triton_kernels.tile_words import factors, step_of
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no inline PTX
@@ -494,15 +495,6 @@ def _rows_of(words, codes, FORMAT: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _loads_stay_before():
-    """See tile_rows.py."""
-    if not _PLAIN:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1
-        )
-
-
-@triton.jit
 def _products(rows, xs, sums, kind: tl.constexpr, FRAGMENTS: tl.constexpr):
     """sums (8 for each fragment: rows 0 and 1, then rows 2 and 3) + a unit times the rows of x."""
     if _PLAIN:
@@ -616,7 +608,7 @@ def tiles_times_tokens(
             made = _rows_of(words[u], code, FORMAT, kind)
             word_at = first_words + (unit + STEP) * (UNIT // step_of(FORMAT) * 16)
             following += (_words(word_at, u, there, FORMAT, NEXT),)
-            _loads_stay_before()
+            loads_stay_before()
             parts = _products(made, xs, parts, kind, FRAGMENTS)
             xs = ahead
             if FORMAT != "int8" and u % SPAN == SPAN - 1:

@@ -104,7 +104,7 @@ def _step(
 
 
 @triton.jit
-def _loads_stay_before():
+def loads_stay_before():
     """Loads above this line are issued above it: left alone, ptxas moves a load to its first use,
     across all the products that should have hidden it, to save registers."""
     if not _PLAIN:
@@ -183,7 +183,7 @@ def tiles_times_rows(
                 TILES,
                 BYTES,
             )
-            _loads_stay_before()
+            loads_stay_before()
         else:
             words, more, codes = _step(
                 words_at,
@@ -227,4 +227,4 @@ def gate_and_up(acc, TILES: tl.constexpr):
     return tl.reshape(gate, [P, TILES * 8]), tl.reshape(up, [P, TILES * 8])
 
 
-__all__ = ["gate_and_up", "tiles_times_rows"]
+__all__ = ["gate_and_up", "loads_stay_before", "tiles_times_rows"]
